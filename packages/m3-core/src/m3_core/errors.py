@@ -59,11 +59,11 @@ class ResourceError(M3Error, RuntimeError):
     """The machine could not give memory, a mapping or a segment; the message says how much was asked and how much there is."""
 
 
-class ResourceBusy(ResourceError):  # noqa: N818 - the name is part of the published surface
+class ResourceBusy(ResourceError):
     """Two users of one channel at once (two streams, or two threads)."""
 
 
-class ResourceClosed(ResourceError):  # noqa: N818 - the name is part of the published surface
+class ResourceClosed(ResourceError):
     """A use after ``close()``."""
 
 
@@ -87,7 +87,10 @@ class CollectiveError(M3Error, RuntimeError):
         failed = [v for v in self.verdicts if v.reason is not None]
         own = any(v.rank == rank for v in failed)
         who = "this rank failed" if own else "this rank was ready, another failed"
-        super().__init__(f"phase {phase} failed on rank(s) {[v.rank for v in failed]} (on rank {rank}: {who}): " + "; ".join(f"rank {v.rank}: {v.reason}" for v in failed))
+        super().__init__(
+            f"phase {phase} failed on rank(s) {[v.rank for v in failed]} (on rank {rank}: {who}): "
+            + "; ".join(f"rank {v.rank}: {v.reason}" for v in failed)
+        )
 
 
 class FaultError(M3Error, RuntimeError):
