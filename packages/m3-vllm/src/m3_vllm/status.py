@@ -79,11 +79,16 @@ def instance_label(instance: str) -> str:
     return re.sub(r"[^0-9a-zA-Z]", "", instance) or "0"
 
 
+def board_instance(instance_id: str, engine_index: int) -> str:
+    """What the boards of one engine (of a data-parallel vLLM instance) share."""
+    return f"{instance_label(instance_id)}e{engine_index}"
+
+
 class StatusBoard:
     """The worker's side. One writer, any number of readers.
 
     Args:
-        instance: id of the vLLM instance, the same in its API server and workers.
+        instance: of ``board_instance``, the same in the API server and in the workers.
         rank: this rank.
         directory: a tmpfs; other than ``/dev/shm`` for tests only.
 
