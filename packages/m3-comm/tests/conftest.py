@@ -6,6 +6,7 @@ of each kind starts fresh interpreters instead (see ``fresh_rank.py``).
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import traceback
@@ -19,6 +20,7 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
+
 from m3_comm.agreement import TorchAgreement
 
 SHM = Path("/dev/shm")
@@ -36,7 +38,9 @@ class Outcome:
     exit_code: int | None
 
 
-def _rank_main(function: Callable[..., Any], rank: int, world_size: int, store: str, timeout: float, args: tuple[Any, ...], pipe: Connection) -> None:
+def _rank_main(
+    function: Callable[..., Any], rank: int, world_size: int, store: str, timeout: float, args: tuple[Any, ...], pipe: Connection
+) -> None:
     value: Any = None
     error: str | None = None
     trace = ""
@@ -76,10 +80,8 @@ class RankRunner:
             for process, pipe in zip(processes, pipes, strict=True):
                 value, error, trace = None, None, ""
                 if wait([pipe], LAUNCH_BOUND_SECONDS):
-                    try:
+                    with contextlib.suppress(EOFError):
                         value, error, trace = pipe.recv()
-                    except EOFError:
-                        pass
                 process.join(LAUNCH_BOUND_SECONDS)
                 outcomes.append(Outcome(value, error, trace, process.exitcode))
         finally:
