@@ -22,8 +22,12 @@ import torch
 import torch.distributed as dist
 
 from m3_comm.agreement import TorchAgreement
+from m3_comm.transports.segments import segments
+from m3_comm.transports.shm import DEFAULT_DIRECTORY
 
-SHM = Path("/dev/shm")
+STARTED: set[int] = set()
+"""Ids of all processes that tests started as ranks."""
+
 LAUNCH_BOUND_SECONDS = 120.0
 """Only a broken test gets near it: no rank is left running when it ends."""
 
@@ -72,6 +76,8 @@ class RankRunner:
             mine, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_rank_main, args=(function, rank, world_size, store, timeout, args, theirs))
             process.start()
+            assert process.pid is not None
+            STARTED.add(process.pid)
             theirs.close()
             processes.append(process)
             pipes.append(mine)
@@ -99,8 +105,8 @@ def ranks(tmp_path: Path) -> RankRunner:
 
 @pytest.fixture(autouse=True)
 def no_segment_left() -> Iterator[None]:
-    """No test leaves a segment in /dev/shm."""
-    before = {name for name in os.listdir(SHM) if name.startswith("m3.")}
+    """No test leaves a segment of its processes; other programs may use /dev/shm meanwhile."""
+    STARTED.add(os.getpid())
     yield
-    left = {name for name in os.listdir(SHM) if name.startswith("m3.")} - before
-    assert not left, f"left in {SHM}: {sorted(left)}"
+    left = [str(segment) for segment in segments(DEFAULT_DIRECTORY) if segment.owner.process in STARTED]
+    assert not left

@@ -246,6 +246,7 @@ def test_fresh_interpreters_share_and_release_at_exit(tmp_path: Path, world_size
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         assert "Traceback" not in err
+        assert not [segment for segment in segments(DEFAULT_DIRECTORY) if segment.owner.process == process.pid]
         assert json.loads(out.splitlines()[-1])["words"] == [100 * source + rank + 1 for source in range(world_size)]
 
 
