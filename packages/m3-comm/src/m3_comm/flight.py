@@ -284,8 +284,8 @@ class FlightRecorder:
     def dump(self, folder: Path) -> tuple[Path, ...]:
         """Write the own ring to ``folder``, and the ring of every rank whose process is gone, one file a rank.
 
-        A file appears whole or not at all. The own one takes the place of an earlier one; that of another rank is left alone if it is of
-        the same process, which or whose peer wrote it before.
+        A file appears whole or not at all. The own one takes the place of an earlier one; that of another rank is left alone if it
+        already holds the record of the same process.
 
         Returns:
             The files written, the own one first.
