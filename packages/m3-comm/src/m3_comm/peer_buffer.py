@@ -20,15 +20,15 @@ from typing import TypeVar
 import attrs
 import structlog
 import torch
-from m3_core.agreement import Agreement, Verdict
-from m3_core.errors import ConfigurationError, ResourceClosed, ResourceError
-from m3_core.ports import AgreementChannel
 
 import m3_comm
 from m3_comm import probe
 from m3_comm.agreement import describe, joint_stage
 from m3_comm.transports.base import Allocation, DeviceTransport, Mapping
 from m3_comm.views import GuardedBytes
+from m3_core.agreement import Agreement, Verdict
+from m3_core.errors import ConfigurationError, ResourceClosed, ResourceError
+from m3_core.ports import AgreementChannel
 
 log = structlog.get_logger(__name__)
 
@@ -69,7 +69,7 @@ class _Resources:
         if self.closed:
             raise ResourceClosed("peer buffer used after close(): build a new one, on all ranks together")
         if os.getpid() != self.process:
-            raise ResourceClosed(f"peer buffer of process {self.process} used in its forked child {os.getpid()}: the memory stays with its process; build one there")
+            raise ResourceClosed(f"peer buffer of process {self.process} used in its forked child {os.getpid()}: build one there")
 
     def release(self) -> list[str]:
         """Close the mappings, then free the memory; go on after a failure. Returns what failed; nothing the second time."""
@@ -104,6 +104,7 @@ class PeerBuffer:
     """
 
     def __init__(self, resources: _Resources, rank: int, world_size: int, nbytes: int) -> None:
+        """Wrap what the stages acquired; ``create`` is the way to make one."""
         assert resources.allocation is not None
         self.rank = rank
         self.world_size = world_size
@@ -270,7 +271,9 @@ def _check(channel: AgreementChannel, transport: DeviceTransport, nbytes: int, f
 
     def check() -> bytes:
         if nbytes < probe.WORD_BYTES * channel.world_size:
-            raise ConfigurationError(f"peer buffer of {nbytes} bytes: at least {probe.WORD_BYTES * channel.world_size} are needed for {channel.world_size} ranks")
+            raise ConfigurationError(
+                f"peer buffer of {nbytes} bytes: at least {probe.WORD_BYTES * channel.world_size} are needed for {channel.world_size} ranks"
+            )
         facts: dict[str, str | int] = {
             "m3_comm version": m3_comm.__version__,
             "transport": transport.name,

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import attrs
 import torch
+
 from m3_core.errors import ConfigurationError
 
 PAGE_BYTES = 4096
@@ -79,7 +80,9 @@ class Handle:
             raise ConfigurationError(f"memory handle cut short: {len(base)} of {base_bytes} bytes of its base came")
         named = name.rstrip(b"\0").decode()
         if named != transport:
-            raise ConfigurationError(f"memory handle of transport {named!r} opened by transport {transport!r}: use the same transport on every rank")
+            raise ConfigurationError(
+                f"memory handle of transport {named!r} opened by transport {transport!r}: use the same transport on every rank"
+            )
         return cls(named, base, offset, length)
 
 

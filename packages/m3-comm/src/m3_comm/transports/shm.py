@@ -18,11 +18,11 @@ from pathlib import Path
 import attrs
 import structlog
 import torch
-from m3_core.errors import ResourceError
 
 from m3_comm.processes import ProcessIdentity
 from m3_comm.transports.base import Allocation, Handle, Mapping, round_up
 from m3_comm.transports.segments import SegmentName, sweep
+from m3_core.errors import ResourceError
 
 log = structlog.get_logger(__name__)
 
@@ -62,16 +62,17 @@ class _Segment:
 
 
 class ShmTransport:
-    """Shared memory of one node's processes.
-
-    Args:
-        directory: a mounted tmpfs that all ranks see; other than ``/dev/shm`` for tests only.
-    """
+    """Shared memory of one node's processes."""
 
     name = "shm"
     device = torch.device("cpu")
 
     def __init__(self, directory: Path = DEFAULT_DIRECTORY) -> None:
+        """Own nothing yet.
+
+        Args:
+            directory: a mounted tmpfs that all ranks see; other than ``/dev/shm`` for tests only.
+        """
         self._directory = Path(directory)
         self._owned: dict[Allocation, _Segment] = {}
         self._mapped: set[int] = set()
@@ -197,7 +198,9 @@ class ShmTransport:
         try:
             return os.open(self._directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ResourceError(f"no shared memory in {self._directory}: {error.strerror}; it must be a writable tmpfs (mount one there)") from error
+            raise ResourceError(
+                f"no shared memory in {self._directory}: {error.strerror}; it must be a writable tmpfs (mount one there)"
+            ) from error
 
     def _reserve(self, descriptor: int, size: int) -> None:
         try:
