@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from m3_comm.agreement import CONFIRM_SECONDS, PHASE_BYTES_LIMIT, LocalAgreement, TorchAgreement, joint_stage
+from m3_core.errors import CollectiveError, ConfigurationError
+from m3_core.ports import AgreementChannel
+
+WORLDS = (2, 4, 8)
+
+
+def _payloads(channel: TorchAgreement) -> list[tuple[bytes, ...]]:
+    # Lengths around the part of a payload that fits into the frame, unequal between ranks and between calls.
+    lengths = (0, 1, 363, 364, 365, 366, 4096, 1_000_003)
+    return [channel.gather(f"call {call}", bytes([channel.rank]) * lengths[(call + channel.rank) % len(lengths)]) for call in range(len(lengths))]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_every_rank_gets_every_payload_in_rank_order(ranks: Any, world_size: int) -> None:
+    lengths = (0, 1, 363, 364, 365, 366, 4096, 1_000_003)
+    outcomes = ranks(world_size, _payloads)
+    assert [o.error for o in outcomes] == [None] * world_size, outcomes[0].trace
+    for outcome in outcomes:
+        for call, answers in enumerate(outcome.value):
+            assert answers == tuple(bytes([r]) * lengths[(call + r) % len(lengths)] for r in range(world_size))
+
+
+def _reasons(channel: TorchAgreement, failing: tuple[int, ...]) -> str:
+    channel.agree("before", None)
+    try:
+        channel.agree("phase", f"rank {channel.rank} has no coffee" if channel.rank in failing else None)
+    except CollectiveError as error:
+        text = str(error)
+        assert [v.rank for v in error.verdicts if v.reason is not None] == list(failing)
+    channel.agree("after", None)
+    return text
+
+
+@pytest.mark.parametrize("failing", [(0,), (3,), (1, 2), (0, 1, 2, 3)])
+def test_a_reason_anywhere_raises_everywhere_and_the_channel_goes_on(ranks: Any, failing: tuple[int, ...]) -> None:
+    outcomes = ranks(4, _reasons, failing)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, outcome.trace
+        for r in range(4):
+            assert (f"rank {r}: rank {r} has no coffee" in outcome.value) == (r in failing)
+        assert ("this rank failed" in outcome.value) == (rank in failing)
+
+
+def _stage(channel: TorchAgreement, interrupted: bool) -> str:
+    def work() -> bytes:
+        if channel.rank == 1:
+            raise KeyboardInterrupt if interrupted else ValueError("odd")
+        return b"fine"
+
+    try:
+        joint_stage(channel, "stage", work)
+    except CollectiveError as error:
+        assert isinstance(error.__cause__, ValueError) == (channel.rank == 1)
+        return str(error)
+    except KeyboardInterrupt as error:
+        assert isinstance(error.__cause__, CollectiveError)
+        return "interrupted"
+    return "went on"
+
+
+def test_an_exception_in_a_stage_does_not_skip_the_collective(ranks: Any) -> None:
+    outcomes = ranks(2, _stage, False)
+    assert all("rank 1: ValueError: odd" in o.value for o in outcomes), outcomes
+    outcomes = ranks(2, _stage, True)
+    assert outcomes[1].value == "interrupted"
+    assert "rank 1: KeyboardInterrupt" in outcomes[0].value
+
+
+def _different_phases(channel: TorchAgreement) -> None:
+    channel.agree("drain" if channel.rank != 1 else "clear", None)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_ranks_in_different_phases_name_both(ranks: Any, world_size: int) -> None:
+    for rank, outcome in enumerate(ranks(world_size, _different_phases)):
+        assert outcome.error is not None
+        assert outcome.error.startswith("CollectiveError: ")
+        if rank == 1:
+            assert "rank 0: is in phase 'drain' while rank 1 is in phase 'clear'" in outcome.error
+        else:
+            assert f"rank 1: is in phase 'clear' while rank {rank} is in phase 'drain'" in outcome.error
+
+
+def _killed(channel: TorchAgreement, victim: int) -> float:
+    channel.agree("before", None)
+    if channel.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(CollectiveError, match=rf"rank {victim}: its connection is closed|rank {victim}: could not be reached"):
+        channel.agree("after", None)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("last", [False, True])
+def test_a_killed_rank_is_named_at_once(ranks: Any, world_size: int, last: bool) -> None:
+    victim = world_size - 1 if last else 0
+    outcomes = ranks(world_size, _killed, victim, timeout=60.0)
+    assert outcomes[victim].exit_code == -signal.SIGKILL
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            assert outcome.error is None, outcome.trace
+            # The survivors learn it from the closed connection, long before the bound of 60 s.
+            assert outcome.value < 30.0
+
+
+def _stopped(channel: TorchAgreement, missing: tuple[int, ...]) -> tuple[float, list[int]] | None:
+    channel.agree("before", None)
+    if channel.rank in missing:
+        # Stays away from the phase until the peers have given up and closed the connection.
+        with pytest.raises(CollectiveError) as late:
+            time.sleep(2.0 + CONFIRM_SECONDS)
+            channel.agree("phase", None)
+        assert "its connection is closed" in str(late.value)
+        return None
+    start = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        channel.agree("phase", None)
+    return time.monotonic() - start, [v.rank for v in caught.value.verdicts if v.reason is not None and "did not come within 1 s" in v.reason]
+
+
+@pytest.mark.parametrize(("world_size", "missing"), [(2, (1,)), (4, (0,)), (4, (1, 3)), (8, (2, 5, 6))])
+def test_ranks_that_do_not_come_are_named_within_the_bound(ranks: Any, world_size: int, missing: tuple[int, ...]) -> None:
+    for rank, outcome in enumerate(ranks(world_size, _stopped, missing, timeout=1.0)):
+        assert outcome.error is None, outcome.trace
+        if rank not in missing:
+            seconds, named = outcome.value
+            assert named == list(missing)
+            assert 1.0 <= seconds < 1.0 + CONFIRM_SECONDS
+
+
+def test_local_agreement_is_a_channel_of_one() -> None:
+    channel = LocalAgreement()
+    assert isinstance(channel, AgreementChannel)
+    assert channel.gather("phase", b"payload") == (b"payload",)
+    channel.agree("phase", None)
+    with pytest.raises(CollectiveError, match="rank 0: no memory"):
+        channel.agree("phase", "no memory")
+
+
+@pytest.mark.parametrize("phase", ["", "p" * (PHASE_BYTES_LIMIT + 1), "a\0b"])
+def test_phase_names_are_checked(phase: str) -> None:
+    with pytest.raises(ConfigurationError):
+        LocalAgreement().agree(phase, None)
+
+
+def _odd_timeout(channel: TorchAgreement) -> None:
+    with pytest.raises(ConfigurationError, match="above 0 s"):
+        TorchAgreement(channel._group, 0.0)
+
+
+def test_a_wait_without_bound_is_refused(ranks: Any) -> None:
+    assert [o.error for o in ranks(2, _odd_timeout)] == [None, None]
