@@ -16,6 +16,7 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
+
 from m3_comm.agreement import LocalAgreement, TorchAgreement
 from m3_comm.transports.segments import segments
 from m3_comm.transports.shm import DEFAULT_DIRECTORY, ShmTransport

@@ -50,7 +50,7 @@ class Variant:
     @property
     def fused(self) -> bool:
         """Whether plain decode steps must run the launch."""
-        return self.settings["mode"] != "off"
+        return bool(self.settings["mode"] != "off")
 
 
 @frozen
