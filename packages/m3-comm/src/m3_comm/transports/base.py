@@ -86,6 +86,18 @@ class Handle:
         return cls(named, base, offset, length)
 
 
+class HostMappingTransport(Protocol):
+    """A device transport that can also show host memory to the device, such as the ring of a flight recorder."""
+
+    def map_host(self, address: int, nbytes: int) -> int:
+        """Pin whole pages of host memory and return their address on the device; raises ``ResourceError``."""
+        ...
+
+    def unmap_host(self, address: int) -> None:
+        """Undo ``map_host`` for the same host address."""
+        ...
+
+
 class DeviceTransport(Protocol):
     """A memory transport with what ``PeerBuffer`` needs to prove and show the memory.
 
@@ -100,6 +112,16 @@ class DeviceTransport(Protocol):
     @property
     def device(self) -> torch.device:
         """Where the memory is."""
+        ...
+
+    @property
+    def traits(self) -> dict[str, str]:
+        """What must be the same on every rank besides the name, such as the kind of memory; compared at construction."""
+        ...
+
+    @property
+    def frees_after_peers(self) -> bool:
+        """Whether memory may be freed only once every peer has closed its mapping of it."""
         ...
 
     def allocate(self, nbytes: int, label: str = "") -> Allocation:

@@ -66,6 +66,7 @@ class ShmTransport:
 
     name = "shm"
     device = torch.device("cpu")
+    frees_after_peers = False
 
     def __init__(self, directory: Path = DEFAULT_DIRECTORY) -> None:
         """Own nothing yet.
@@ -77,6 +78,11 @@ class ShmTransport:
         self._owned: dict[Allocation, _Segment] = {}
         self._mapped: set[int] = set()
         self._counter = itertools.count()
+
+    @property
+    def traits(self) -> dict[str, str]:
+        """None: ranks that do not share the directory are found when they open each other's segments."""
+        return {}
 
     def allocate(self, nbytes: int, label: str = "") -> Allocation:
         """Get at least ``nbytes`` zeroed bytes, all of them present now: nothing can run out later.
