@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 MARK = "M3_SERVER_MARK"
-"""Environment variable with a value of this server's own: every process that descends from it carries it, whatever it calls itself."""
+"""Environment variable with a value of this server's own, which every process that descends from it inherits."""
 POLL_SECONDS = 0.1
 
 
@@ -183,6 +183,17 @@ class Server:
             )
         raise ResourceError(f"the server did not answer within {self.ready_seconds} s; the end of {self.log_file}:\n{self.tail()}")
 
+    def wait_end(self, seconds: float) -> int:
+        """Wait for the server to end by itself; returns its exit code.
+
+        Raises:
+            ResourceError: it still runs after ``seconds``.
+        """
+        try:
+            return self._running().wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise ResourceError(f"the server still runs after {seconds} s; the end of {self.log_file}:\n{self.tail()}") from None
+
     def get(self, path: str, seconds: float = 30.0) -> str:
         """Body of ``GET path``; raises ResourceError on any status but 200."""
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)) as connection:
@@ -227,9 +238,9 @@ class Server:
             except subprocess.TimeoutExpired:
                 log.error("server_did_not_stop", pid=process.pid, seconds=self.stop_seconds)
         # The parent may be gone a moment before its children are: they get what is left of the bound.
-        for pid in self._descendants():
+        for pid in self.processes():
             _wait_for_end(pid, deadline)
-        remaining = self._descendants()
+        remaining = self.processes()
         for pid in remaining:
             _kill(pid)
         process.wait(self.stop_seconds)
@@ -265,16 +276,24 @@ class Server:
         connection.request("POST", path, json.dumps(dict(body)), {"Content-Type": "application/json"})
         return connection
 
-    def _descendants(self) -> dict[int, str]:
-        """Living processes that carry this server's mark, with their command lines."""
+    def processes(self) -> dict[int, str]:
+        """Living processes that descend from the server, itself included: process id -> command line, which vLLM sets to a name.
+
+        They are in its session, whatever they call themselves; one that left the session is known by the mark in its environment
+        (which a process that renames itself overwrites).
+        """
+        session = self._process.pid if self._process is not None else None
         mark = f"{MARK}={self._mark}".encode()
         found: dict[int, str] = {}
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit():
                 continue
             try:
-                if mark in (folder / "environ").read_bytes().split(b"\0"):
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                # After the command in parentheses: state, parent, process group, session.
+                state, _, _, its_session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+                if state == "Z" or (int(its_session) != session and mark not in (folder / "environ").read_bytes().split(b"\0")):
+                    continue
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             except OSError:
                 # Ended meanwhile, or another user's: not ours to wait for.
                 continue

@@ -19,7 +19,8 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
-from m3_comm.agreement import LocalAgreement, TorchAgreement
+from m3_comm.agreement import LocalAgreement, TorchAgreement, joint_stage
+from m3_comm.reaper import reap
 from m3_comm.transports.shm import ShmTransport
 from m3_core.epochs import EPOCH_LIMIT, EpochBudget
 from m3_core.errors import CollectiveError, M3Error, RefusalError
@@ -30,7 +31,7 @@ from m3_vllm.adapters.cpu.layers import LayerCallable, SparseLayer
 from m3_vllm.adapters.cpu.paging import BlockSparseMetadata
 from m3_vllm.executor import FfnExecutor
 from m3_vllm.executor import SparseLayer as ExecutorLayer
-from m3_vllm.settings import Mode, Settings
+from m3_vllm.settings import Experts, Mode, Settings
 from m3_vllm.status import RankStatus, StatusBoard, board_instance
 
 log = structlog.get_logger(__name__)
@@ -257,7 +258,7 @@ def _graph_mode(mode: CUDAGraphMode) -> GraphMode:
 
 
 def build(layers: Mapping[int, SparseLayer], config: Any, constants: FfnConstants, vllm_config: VllmConfig, settings: Settings) -> Steps:
-    """Build what a model's steps need, after its weights are loaded; a collective of the tensor-parallel group.
+    """Make ready what a model's steps need, after its weights are loaded; a collective of the tensor-parallel group.
 
     Args:
         layers: the model's sparse layers by number, weights loaded.
@@ -268,17 +269,37 @@ def build(layers: Mapping[int, SparseLayer], config: Any, constants: FfnConstant
 
     Raises:
         RefusalError: mode "require" and the launches cannot be built, with all reasons of all ranks.
-        CollectiveError: mode "require" and building failed on some rank.
+        CollectiveError: weights could not be prepared on some rank; or mode "require" and building the launches failed on some rank.
     """
-    group = get_tp_group()
+    channel = tensor_parallel_channel()
     max_rows = min(vllm_config.scheduler_config.max_num_seqs, MAX_ROWS)
-    executor = None if settings.mode is Mode.OFF else _executor(layers, config, constants, max_rows, settings)
     instance = board_instance(vllm_config.instance_id, vllm_config.parallel_config.data_parallel_index)
-    steps = Steps(layers, executor, max_rows, StatusBoard(instance, group.rank_in_group), group.rank_in_group, group.world_size)
+    boards: list[StatusBoard] = []
+
+    def prepare() -> None:
+        if channel.rank == 0:
+            reap()
+        for layer in layers.values():
+            if settings.experts is Experts.MXFP4:
+                layer.block_sparse_moe.experts.quantise()
+            layer.block_sparse_moe.prepare()
+        boards.append(StatusBoard(instance, channel.rank))
+
+    with contextlib.ExitStack() as undo:
+        undo.callback(_close_all, boards)
+        joint_stage(channel, "adapter.prepare", prepare)
+        executor = None if settings.mode is Mode.OFF else _executor(layers, config, constants, channel, max_rows, settings)
+        undo.pop_all()
+    steps = Steps(layers, executor, max_rows, boards[0], channel.rank, channel.world_size)
     steps.publish()
     # vLLM tells a model nothing at shutdown. Runs at the interpreter's exit too; holds the parts, not the object it waits for.
     weakref.finalize(steps, _release, steps.executor, steps.board)
     return steps
+
+
+def _close_all(boards: list[StatusBoard]) -> None:
+    for board in boards:
+        board.close()
 
 
 def _release(executor: FfnExecutor | None, board: StatusBoard | None) -> None:
@@ -289,14 +310,18 @@ def _release(executor: FfnExecutor | None, board: StatusBoard | None) -> None:
 
 
 def _executor(
-    layers: Mapping[int, SparseLayer], config: Any, constants: FfnConstants, max_rows: int, settings: Settings
+    layers: Mapping[int, SparseLayer],
+    config: Any,
+    constants: FfnConstants,
+    channel: AgreementChannel,
+    max_rows: int,
+    settings: Settings,
 ) -> FfnExecutor | None:
-    channel = tensor_parallel_channel()
     format = next(iter(layers.values())).block_sparse_moe.experts.format
     request = LaunchRequest.collect(config, len(layers), channel.world_size, max_rows, settings, format)
     reasons = agreed_refusals(channel, list(request.reasons))
     if reasons or request.shape is None or request.budget is None:
-        _go_without_launches(settings, RefusalError(reasons, "to build the launches"))
+        _go_without_launches(settings, channel, RefusalError(reasons, "to build the launches"))
         return None
     try:
         return FfnExecutor(
@@ -312,14 +337,15 @@ def _executor(
         )
     except CollectiveError as error:
         # The same on every rank: a construction that fails anywhere raises everywhere.
-        _go_without_launches(settings, error)
+        _go_without_launches(settings, channel, error)
         return None
 
 
-def _go_without_launches(settings: Settings, error: M3Error) -> None:
+def _go_without_launches(settings: Settings, channel: AgreementChannel, error: M3Error) -> None:
     if settings.mode is Mode.REQUIRE:
         raise error
-    log.warning("launches_off", reasons=getattr(error, "reasons", (str(error),)), instead="stock layers")
+    if channel.rank == 0:
+        log.warning("launches_off", reasons=getattr(error, "reasons", (str(error),)), instead="stock layers")
 
 
 def _weights(layer: SparseLayer) -> FfnWeights:
