@@ -9,6 +9,8 @@ from attrs import frozen
 from torch import nn
 
 from m3_core.errors import ConfigurationError
+from m3_kernels.ffn import ExpertFormat, FfnConstants
+from m3_kernels.formats.mxfp4 import dequantize_shuffled, quantize_shuffled
 from m3_vllm.adapters.cpu.arithmetic import clamped_swiglu, tiled_product
 
 SMALLEST_SUM = 1e-20
@@ -16,15 +18,20 @@ SMALLEST_SUM = 1e-20
 
 
 @frozen
-class FfnArithmetic:
-    """Constants of a sparse layer's second half that the checkpoint's configuration fixes."""
+class PackedExperts:
+    """MXFP4 experts in the layouts that the launch reads: codes in the (16, 16) shuffle, scales in the E8M0 shuffle.
 
-    rms_norm_eps: float
-    swiglu_alpha: float
-    swiglu_beta: float
-    swiglu_limit: float
-    routed_scaling_factor: float
-    top_k: int
+    Attributes:
+        w13: uint8 [E + 1, 2 I, H / 2].
+        s13: uint8 [rows of w13 padded to 256, H / 32 padded to 8].
+        w2: uint8 [E + 1, H, I / 2].
+        s2: uint8 [rows of w2 padded to 256, I / 32 padded to 8].
+    """
+
+    w13: torch.Tensor
+    s13: torch.Tensor
+    w2: torch.Tensor
+    s2: torch.Tensor
 
 
 class Projection(Enum):
@@ -43,18 +50,19 @@ class Projection(Enum):
 class Router(nn.Module):
     """Sigmoid routing with a bias that steers the choice alone (MiniMax-M3 facts: router details)."""
 
-    def __init__(self, hidden: int, experts: int) -> None:
-        """One float32 row of ``hidden`` weights for each of ``experts``."""
+    def __init__(self, hidden: int, experts: int, top_k: int) -> None:
+        """One float32 row of ``hidden`` weights for each of ``experts``, of which a token takes ``top_k``."""
         super().__init__()
+        self.top_k = top_k
         self.weight = nn.Parameter(torch.empty(experts, hidden, dtype=torch.float32), requires_grad=False)
 
-    def forward(self, rows: torch.Tensor, bias: torch.Tensor, arithmetic: FfnArithmetic) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, rows: torch.Tensor, bias: torch.Tensor, constants: FfnConstants) -> tuple[torch.Tensor, torch.Tensor]:
         """Pick experts for bf16 ``rows`` [S, H], by float32 logits.
 
         Args:
             rows: normed rows.
             bias: float32 [E], added for the choice only.
-            arithmetic: number of picks and the factor of the weights.
+            constants: the factor of the weights.
 
         Returns:
             (int64 [S, k] experts by descending biased score, the lower id first among equals; float32 [S, k] their weights: the
@@ -62,12 +70,12 @@ class Router(nn.Module):
         """
         score = torch.sigmoid(tiled_product(rows, self.weight))
         key = torch.nan_to_num(score + bias, nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
-        picked = torch.sort(key, dim=-1, descending=True, stable=True).indices[:, : arithmetic.top_k]
+        picked = torch.sort(key, dim=-1, descending=True, stable=True).indices[:, : self.top_k]
         chosen = torch.nan_to_num(score, nan=0.0).gather(1, picked)
         total = chosen.new_zeros(chosen.shape[0])
-        for pick in range(arithmetic.top_k):
+        for pick in range(self.top_k):
             total = total + chosen[:, pick]
-        return picked, chosen * (arithmetic.routed_scaling_factor / total.clamp(min=SMALLEST_SUM)).unsqueeze(1)
+        return picked, chosen * (constants.routed_scaling_factor / total.clamp(min=SMALLEST_SUM)).unsqueeze(1)
 
 
 class Experts(nn.Module):
@@ -77,6 +85,7 @@ class Experts(nn.Module):
         w13: bf16 [E + 1, 2 I, H]: an expert's gate rows, then its up rows.
         w2: bf16 [E + 1, H, I].
         routed: E; the shared expert has this id.
+        packed: the same values as MXFP4 once :meth:`quantise` was called; None before.
     """
 
     def __init__(self, experts: int, hidden: int, intermediate: int, *, rank: int, ranks: int) -> None:
@@ -87,6 +96,7 @@ class Experts(nn.Module):
         self.width = intermediate // ranks
         self.w13 = nn.Parameter(torch.empty(experts + 1, 2 * self.width, hidden, dtype=torch.bfloat16), requires_grad=False)
         self.w2 = nn.Parameter(torch.empty(experts + 1, hidden, self.width, dtype=torch.bfloat16), requires_grad=False)
+        self.packed: PackedExperts | None = None
         self._missing = {(expert, projection) for expert in range(experts + 1) for projection in Projection}
 
     def load(self, expert: int, projection: Projection, full: torch.Tensor) -> str:
@@ -124,7 +134,24 @@ class Experts(nn.Module):
         """Matrices that no call of :meth:`load` has filled."""
         return sorted(f"{'shared' if expert == self.routed else expert}.{projection.name.lower()}" for expert, projection in self._missing)
 
-    def forward(self, rows: torch.Tensor, picked: torch.Tensor, weights: torch.Tensor, arithmetic: FfnArithmetic) -> torch.Tensor:
+    @property
+    def format(self) -> ExpertFormat:
+        """How the launch finds the experts."""
+        return ExpertFormat.BF16 if self.packed is None else ExpertFormat.MXFP4
+
+    def quantise(self) -> None:
+        """Hold the nearest MXFP4 values: packed for the launch, and exactly those values as bf16 for the stock layers.
+
+        Raises:
+            ConfigurationError: hidden or intermediate size is no multiple of 64, or a weight is not finite.
+        """
+        w13, s13 = quantize_shuffled(self.w13.data)
+        w2, s2 = quantize_shuffled(self.w2.data)
+        self.w13.copy_(dequantize_shuffled(w13, s13))
+        self.w2.copy_(dequantize_shuffled(w2, s2))
+        self.packed = PackedExperts(w13, s13, w2, s2)
+
+    def forward(self, rows: torch.Tensor, picked: torch.Tensor, weights: torch.Tensor, constants: FfnConstants) -> torch.Tensor:
         """This rank's part of the output of bf16 ``rows`` [S, H].
 
         Products accumulate in float32; the activation rounds to bf16; the combine starts with the shared expert and rounds after
@@ -134,7 +161,7 @@ class Experts(nn.Module):
             rows: normed rows.
             picked: int64 [S, k].
             weights: float32 [S, k].
-            arithmetic: the activation's constants.
+            constants: constants of the activation.
 
         Returns:
             bf16 [S, H].
@@ -143,16 +170,14 @@ class Experts(nn.Module):
         products = torch.empty(count, picks, rows.shape[1], dtype=torch.float32, device=rows.device)
         for expert in sorted(set(picked.flatten().tolist())):
             row, pick = (picked == expert).nonzero(as_tuple=True)
-            products[row, pick] = self._expert(rows[row], expert, arithmetic)
-        total = self._expert(rows, self.routed, arithmetic).to(torch.bfloat16)
+            products[row, pick] = self._expert(rows[row], expert, constants)
+        total = self._expert(rows, self.routed, constants).to(torch.bfloat16)
         for pick in range(picks):
             weighed = (weights[:, pick, None] * products[:, pick]).to(torch.bfloat16)
             total = (total.to(torch.float32) + weighed.to(torch.float32)).to(torch.bfloat16)
         return total
 
-    def _expert(self, rows: torch.Tensor, expert: int, arithmetic: FfnArithmetic) -> torch.Tensor:
+    def _expert(self, rows: torch.Tensor, expert: int, constants: FfnConstants) -> torch.Tensor:
         gate, up = tiled_product(rows, self.w13[expert]).chunk(2, dim=-1)
-        middle = clamped_swiglu(gate, up, alpha=arithmetic.swiglu_alpha, beta=arithmetic.swiglu_beta, limit=arithmetic.swiglu_limit).to(
-            torch.bfloat16
-        )
+        middle = clamped_swiglu(gate, up, constants).to(torch.bfloat16)
         return tiled_product(middle, self.w2[expert])
