@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -18,14 +19,17 @@ import pytest
 import torch
 
 from m3_comm.agreement import TorchAgreement
+from m3_comm.flight import FlightRecorder
+from m3_comm.flight_report import read
 from m3_comm.peer_buffer import PeerBuffer, Stage
-from m3_comm.transports import cuda_driver, hip_runtime
+from m3_comm.transports import cuda, cuda_driver, hip_runtime
 from m3_comm.transports.base import Allocation, Handle
 from m3_comm.transports.cuda import CudaTransport
 from m3_comm.transports.hip import HipTransport, MemoryKind, choose_kind
 from m3_comm.transports.hip_topology import GpuLink, gpu_link
 from m3_comm.transports.libraries import loaded_library
 from m3_core.errors import CollectiveError, ConfigurationError, ResourceError
+from m3_core.flight import FlightEvent
 from m3_core.ports import MemoryTransport
 
 DOUBLES = Path(__file__).with_name("doubles")
@@ -385,6 +389,41 @@ def _check_source(signatures: dict[str, list[Any]], include: str) -> str:
         "    if (actual[i].size != expected[i].size || actual[i].structure != expected[i].structure) return false;\n"
         "  return sizeof(R) == 4;\n}\n" + "\n".join(lines) + "\n"
     )
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="no ptxas (part of CUDA)")
+def test_the_probe_kernels_assemble(tmp_path: Path) -> None:
+    (tmp_path / "words.ptx").write_bytes(cuda._PTX)
+    for architecture in ("sm_80", "sm_90"):
+        subprocess.run(["ptxas", f"-arch={architecture}", str(tmp_path / "words.ptx"), "-o", str(tmp_path / "words.cubin")], check=True)
+
+
+def _flight(channel: TorchAgreement, path: Path, kind: str, folder: Path) -> None:
+    double = Double(path)
+    transport = _transport(kind)
+    double.calls()
+    # One rank's device cannot map: all raise, nothing is held.
+    name = {"cuda": "cuMemHostGetDevicePointer_v2", "hip": "hipHostGetDevicePointer"}[kind]
+    if channel.rank == 0:
+        double.fail(name, 1)
+    with pytest.raises(CollectiveError, match=r"flight-recorder/map failed .*rank 0: mapping 8192 host bytes failed"):
+        FlightRecorder.create(channel, launches=4, host_records=8, device=transport)
+    assert double.held == 0
+    recorder = FlightRecorder.create(channel, launches=4, host_records=8, device=transport)
+    assert recorder.address != 0
+    assert double.held == 1
+    recorder.record(FlightEvent.STEP_BEGIN)
+    assert len(read(recorder.dump(folder / str(channel.rank))).records) == 1
+    channel.agree("dumped", None)
+    recorder.close()
+    recorder.close()
+    assert double.held == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_device_maps_the_flight_recorders_ring(ranks: Any, libraries: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    for outcome in ranks(2, _flight, libraries[kind], kind, tmp_path):
+        assert outcome.error is None, outcome.trace
 
 
 HIP_HEADERS = [Path(folder) for folder in (os.environ.get("M3_HIP_INCLUDE", ""), "/opt/rocm/include", "/usr/include") if folder]
