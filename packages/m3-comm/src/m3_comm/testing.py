@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from m3_comm.agreement import TorchAgreement
-from m3_comm.transports.segments import segments
-from m3_comm.transports.shm import DEFAULT_DIRECTORY
+from m3_comm.transports.segments import DEFAULT_DIRECTORY, segments
 
 RUN_BOUND_SECONDS = 120.0
 """Only a broken test gets near it: no rank is left running when a run ends."""
