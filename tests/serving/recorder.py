@@ -27,7 +27,7 @@ class Recorder:
 
         for number, layer in self.model_runner.model.model.sparse_layers().items():
             picks = self.recorded["picks"].setdefault(str(number), [])
-            layer.block_sparse_moe.gate.register_forward_hook(lambda _module, _given, out, kept=picks: kept.extend(out[0].tolist()))
+            layer.block_sparse_moe.gate.register_forward_hook(lambda _module, _given, out, kept=picks: kept.extend(out.experts.tolist()))
             layer.self_attn.choose = keeping(layer.self_attn.choose, self.recorded["blocks"].setdefault(str(number), []))
 
     def take_choices(self) -> dict[str, dict[str, list[Any]]]:

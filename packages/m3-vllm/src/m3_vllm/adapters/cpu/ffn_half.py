@@ -1,6 +1,6 @@
 """The second half of a sparse layer in stock form: every rank's own torch, vLLM's collectives between.
 
-It has the launch's signature, so a step can run either.
+It has the launch's signature, and the bits of the launch on the CPU target, so a step can run either.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from vllm.distributed import (
 )
 
 from m3_kernels.ffn import FfnConstants
+from m3_kernels.reference.arithmetic import ROUNDED
+from m3_kernels.reference.norm import norm
+from m3_kernels.reference.reduce import sum_of_squares
 from m3_vllm.adapters.cpu.experts import Experts, Router
 from m3_vllm.adapters.cpu.norm import GemmaNorm
 
@@ -33,17 +36,18 @@ class StockFfnHalf:
         Args:
             part: bf16 [S, H], this rank's unreduced output projection.
             residual: bf16 [S, H].
-            slots: int64 [S], negative where a row is padding; None if no row is. A padded row's output is 0.
+            slots: int64, at least S, negative where a row is padding; None if no row is. A padded row's output is 0.
 
         Returns:
             (bf16 [S, H] output of the experts, summed over ranks; bf16 [S, H] new residual), both fresh.
         """
-        rows, new_residual = self._norm.add(sum_over_ranks(part), residual)
-        picked, weights = self._ffn.gate(rows, self._ffn.e_score_correction_bias, self._constants)
-        out = sum_over_ranks(self._ffn.experts(rows, picked, weights, self._constants))
-        if slots is not None:
-            out = out.masked_fill((slots[: out.shape[0]] < 0).unsqueeze(1), 0.0)
-        return out, new_residual
+        if slots is None:
+            slots = torch.zeros(part.shape[0], dtype=torch.int64)
+        stream = sum_over_ranks(part).to(torch.float32) + residual.to(torch.float32)
+        normed = norm(stream, sum_of_squares(stream), self._norm.weight.data, self._norm.eps, ROUNDED).to(torch.bfloat16)
+        routes = self._ffn.gate(normed, self._ffn.e_score_correction_bias.data, slots, self._constants)
+        out = sum_over_ranks(self._ffn.experts(normed, routes, slots, self._constants))
+        return out, stream.to(torch.bfloat16)
 
 
 def sum_over_ranks(part: torch.Tensor) -> torch.Tensor:
@@ -79,3 +83,8 @@ class SparseFfn(nn.Module):
         self.gate = Router(hidden, experts, top_k)
         self.e_score_correction_bias = nn.Parameter(torch.empty(experts, dtype=torch.float32), requires_grad=False)
         self.experts = Experts(experts, hidden, intermediate, rank=rank, ranks=ranks)
+
+    def prepare(self) -> None:
+        """Lay the loaded weights out for the stock half."""
+        self.gate.prepare()
+        self.experts.prepare()

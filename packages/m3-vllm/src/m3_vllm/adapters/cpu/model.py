@@ -139,14 +139,15 @@ class MiniMaxM3ForCPU(nn.Module):
         return load_weights(self, weights)
 
     def process_weights_after_loading(self) -> None:
-        """Quantise the experts where the settings ask for it, then build the launches; called by vLLM once, on every rank.
+        """Quantise the experts where the settings ask for it, lay weights out, build the launches; called by vLLM once, on every rank.
 
         Raises:
             RefusalError: mode "require" and the launches cannot be built, with all reasons of all ranks.
             CollectiveError: mode "require" and building failed on some rank.
         """
         layers = self.model.sparse_layers()
-        if self.settings.experts is Experts.MXFP4:
-            for layer in layers.values():
+        for layer in layers.values():
+            if self.settings.experts is Experts.MXFP4:
                 layer.block_sparse_moe.experts.quantise()
+            layer.block_sparse_moe.prepare()
         self.steps = steps.build(layers, self.config, self.model.constants, self.vllm_config, self.settings)
