@@ -130,7 +130,7 @@ M3_DEVICE_INLINE void gate_up_task(Context<Shape>& context, int expert, int slot
     platform::drain_stores();
     platform::block_barrier();
   }
-  if (platform::thread_index() == 0 && context.may_announce()) {
+  if (platform::thread_index() == 0 && context.may_announce(Site::DOWN)) {
     platform::announce_device(context.intermediate_pairs + protocol::intermediate_pair_index(intermediate, slot, tile), context.pair(0));
   }
 }

@@ -68,7 +68,7 @@ M3_DEVICE_INLINE void route(Context<Shape>& context) {
     }
     platform::block_barrier();
     const int pick = platform::thread_index();
-    if (pick < top_k && context.may_announce()) {
+    if (pick < top_k && context.may_announce(Site::TABLE)) {
       float sum = work.probability[work.picked[0]];
       M3_UNROLL for (int k = 1; k < Shape::kMostTopK; ++k) {
         if (k < top_k) sum += work.probability[work.picked[k]];
