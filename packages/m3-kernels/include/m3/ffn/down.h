@@ -46,7 +46,7 @@ M3_DEVICE_INLINE void down_slot(Context<Shape>& context, int task, int expert, i
   WeightRing<DownSource<Format>, Format::kDepth> ring(source, blocks);
   wait_for_slot(context, slot);
   platform::Accumulator sum[kColumnTiles] = {};
-  for (int block = 0; block < blocks; ++block) {
+  M3_UNROLL for (int block = 0; block < blocks; ++block) {
     platform::FragmentBf16 weights[4];
     Format::widen(ring.take(block), weights);
     M3_UNROLL for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {

@@ -111,7 +111,7 @@ M3_DEVICE_INLINE void router(Context<Shape>& context) {
     platform::Accumulator sum[kOwnSegments][kColumnTiles] = {};
     M3_UNROLL for (int own = 0; own < kOwnSegments; ++own) {
       if (own >= own_segments) continue;
-      for (int step = 0; step < steps; ++step) {
+      M3_UNROLL for (int step = 0; step < steps; ++step) {
         const platform::FragmentF32 a[1] = {ring.take(own * steps + step)};
         M3_UNROLL for (int tile = 0; tile < kColumnTiles; ++tile) {
           if (tile >= column_tiles) continue;
