@@ -6,6 +6,7 @@ of each kind starts fresh interpreters instead (see ``fresh_rank.py``).
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import traceback
@@ -19,9 +20,14 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
-from m3_comm.agreement import TorchAgreement
 
-SHM = Path("/dev/shm")
+from m3_comm.agreement import TorchAgreement
+from m3_comm.transports.segments import segments
+from m3_comm.transports.shm import DEFAULT_DIRECTORY
+
+STARTED: set[int] = set()
+"""Ids of all processes that tests started as ranks."""
+
 LAUNCH_BOUND_SECONDS = 120.0
 """Only a broken test gets near it: no rank is left running when it ends."""
 
@@ -36,7 +42,9 @@ class Outcome:
     exit_code: int | None
 
 
-def _rank_main(function: Callable[..., Any], rank: int, world_size: int, store: str, timeout: float, args: tuple[Any, ...], pipe: Connection) -> None:
+def _rank_main(
+    function: Callable[..., Any], rank: int, world_size: int, store: str, timeout: float, args: tuple[Any, ...], pipe: Connection
+) -> None:
     value: Any = None
     error: str | None = None
     trace = ""
@@ -68,6 +76,8 @@ class RankRunner:
             mine, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_rank_main, args=(function, rank, world_size, store, timeout, args, theirs))
             process.start()
+            assert process.pid is not None
+            STARTED.add(process.pid)
             theirs.close()
             processes.append(process)
             pipes.append(mine)
@@ -76,10 +86,8 @@ class RankRunner:
             for process, pipe in zip(processes, pipes, strict=True):
                 value, error, trace = None, None, ""
                 if wait([pipe], LAUNCH_BOUND_SECONDS):
-                    try:
+                    with contextlib.suppress(EOFError):
                         value, error, trace = pipe.recv()
-                    except EOFError:
-                        pass
                 process.join(LAUNCH_BOUND_SECONDS)
                 outcomes.append(Outcome(value, error, trace, process.exitcode))
         finally:
@@ -97,8 +105,8 @@ def ranks(tmp_path: Path) -> RankRunner:
 
 @pytest.fixture(autouse=True)
 def no_segment_left() -> Iterator[None]:
-    """No test leaves a segment in /dev/shm."""
-    before = {name for name in os.listdir(SHM) if name.startswith("m3.")}
+    """No test leaves a segment of its processes; other programs may use /dev/shm meanwhile."""
+    STARTED.add(os.getpid())
     yield
-    left = {name for name in os.listdir(SHM) if name.startswith("m3.")} - before
-    assert not left, f"left in {SHM}: {sorted(left)}"
+    left = [str(segment) for segment in segments(DEFAULT_DIRECTORY) if segment.owner.process in STARTED]
+    assert not left

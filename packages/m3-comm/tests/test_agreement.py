@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+
 from m3_comm.agreement import CONFIRM_SECONDS, PHASE_BYTES_LIMIT, LocalAgreement, TorchAgreement, joint_stage
 from m3_core.errors import CollectiveError, ConfigurationError
 from m3_core.ports import AgreementChannel
@@ -13,31 +14,34 @@ from m3_core.ports import AgreementChannel
 WORLDS = (2, 4, 8)
 
 
+# Around the part of a payload that fits into the first frame (364 bytes), unequal between ranks and between calls.
+LENGTHS = (0, 1, 363, 364, 365, 366, 4096, 1_000_003)
+
+
+def _payload(rank: int, call: int) -> bytes:
+    return bytes([rank]) * LENGTHS[(call + rank) % len(LENGTHS)]
+
+
 def _payloads(channel: TorchAgreement) -> list[tuple[bytes, ...]]:
-    # Lengths around the part of a payload that fits into the frame, unequal between ranks and between calls.
-    lengths = (0, 1, 363, 364, 365, 366, 4096, 1_000_003)
-    return [channel.gather(f"call {call}", bytes([channel.rank]) * lengths[(call + channel.rank) % len(lengths)]) for call in range(len(lengths))]
+    return [channel.gather(f"call {call}", _payload(channel.rank, call)) for call in range(len(LENGTHS))]
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_every_rank_gets_every_payload_in_rank_order(ranks: Any, world_size: int) -> None:
-    lengths = (0, 1, 363, 364, 365, 366, 4096, 1_000_003)
     outcomes = ranks(world_size, _payloads)
     assert [o.error for o in outcomes] == [None] * world_size, outcomes[0].trace
     for outcome in outcomes:
         for call, answers in enumerate(outcome.value):
-            assert answers == tuple(bytes([r]) * lengths[(call + r) % len(lengths)] for r in range(world_size))
+            assert answers == tuple(_payload(r, call) for r in range(world_size))
 
 
 def _reasons(channel: TorchAgreement, failing: tuple[int, ...]) -> str:
     channel.agree("before", None)
-    try:
+    with pytest.raises(CollectiveError) as caught:
         channel.agree("phase", f"rank {channel.rank} has no coffee" if channel.rank in failing else None)
-    except CollectiveError as error:
-        text = str(error)
-        assert [v.rank for v in error.verdicts if v.reason is not None] == list(failing)
+    assert [v.rank for v in caught.value.verdicts if v.reason is not None] == list(failing)
     channel.agree("after", None)
-    return text
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("failing", [(0,), (3,), (1, 2), (0, 1, 2, 3)])
@@ -56,15 +60,14 @@ def _stage(channel: TorchAgreement, interrupted: bool) -> str:
             raise KeyboardInterrupt if interrupted else ValueError("odd")
         return b"fine"
 
-    try:
+    expected = KeyboardInterrupt if interrupted and channel.rank == 1 else CollectiveError
+    with pytest.raises(expected) as caught:
         joint_stage(channel, "stage", work)
-    except CollectiveError as error:
-        assert isinstance(error.__cause__, ValueError) == (channel.rank == 1)
-        return str(error)
-    except KeyboardInterrupt as error:
-        assert isinstance(error.__cause__, CollectiveError)
+    if expected is KeyboardInterrupt:
+        assert isinstance(caught.value.__cause__, CollectiveError)
         return "interrupted"
-    return "went on"
+    assert isinstance(caught.value.__cause__, ValueError) == (channel.rank == 1)
+    return str(caught.value)
 
 
 def test_an_exception_in_a_stage_does_not_skip_the_collective(ranks: Any) -> None:
@@ -117,15 +120,16 @@ def _stopped(channel: TorchAgreement, missing: tuple[int, ...]) -> tuple[float, 
     channel.agree("before", None)
     if channel.rank in missing:
         # Stays away from the phase until the peers have given up and closed the connection.
+        time.sleep(1.0 + 2 * CONFIRM_SECONDS)
         with pytest.raises(CollectiveError) as late:
-            time.sleep(2.0 + CONFIRM_SECONDS)
             channel.agree("phase", None)
         assert "its connection is closed" in str(late.value)
         return None
     start = time.monotonic()
     with pytest.raises(CollectiveError) as caught:
         channel.agree("phase", None)
-    return time.monotonic() - start, [v.rank for v in caught.value.verdicts if v.reason is not None and "did not come within 1 s" in v.reason]
+    named = [v.rank for v in caught.value.verdicts if v.reason is not None and "did not come within 1 s" in v.reason]
+    return time.monotonic() - start, named
 
 
 @pytest.mark.parametrize(("world_size", "missing"), [(2, (1,)), (4, (0,)), (4, (1, 3)), (8, (2, 5, 6))])

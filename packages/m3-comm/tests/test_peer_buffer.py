@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from m3_comm.agreement import LocalAgreement, TorchAgreement
 from m3_comm.peer_buffer import PeerBuffer, Stage, compare
 from m3_comm.transports.base import Allocation, Mapping
@@ -42,7 +43,7 @@ def _exchange(channel: TorchAgreement) -> None:
     assert buffer.address_table.tolist() == list(buffer.addresses)
     assert buffer.bytes.shape == (NBYTES,)
     assert int(buffer.bytes.count_nonzero()) == 0
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"m3.") and f"-{os.getpid()}-" in name]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("m3.") and f"-{os.getpid()}-" in name]
     channel.agree("checked", None)
     for peer, address in enumerate(buffer.addresses):
         for call in range(3):
@@ -136,11 +137,16 @@ STAGE_OF = {
 RELEASABLE = tuple(operation for operation in STAGE_OF if operation != "allocate")
 
 
+def _victims(world_size: int) -> tuple[int, ...]:
+    """Every rank, or the first, one in the middle and the last of eight, to keep the test short."""
+    return tuple(range(world_size)) if world_size < 8 else (0, 3, 7)
+
+
 def _all_failures(channel: TorchAgreement) -> int:
     """Each operation fails once on each rank, in the same processes: the channel must survive, and nothing may be left."""
     runs = 0
     for operation in RELEASABLE:
-        for victim in range(channel.world_size):
+        for victim in _victims(channel.world_size):
             for action in ("raise", "crash"):
                 transport = Sabotage(operation if channel.rank == victim else "", action)
                 with pytest.raises(CollectiveError) as caught:
@@ -161,7 +167,7 @@ def _all_failures(channel: TorchAgreement) -> int:
 def test_a_failure_in_any_stage_on_any_rank_raises_everywhere_with_its_reason(ranks: Any, world_size: int) -> None:
     for outcome in ranks(world_size, _all_failures):
         assert outcome.error is None, outcome.trace
-        assert outcome.value == 2 * world_size * len(RELEASABLE)
+        assert outcome.value == 2 * len(_victims(world_size)) * len(RELEASABLE)
 
 
 def _lies(channel: TorchAgreement, operation: str) -> str:
@@ -173,11 +179,18 @@ def _lies(channel: TorchAgreement, operation: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("operation", "named", "unnamed"), [
-    ("open", ["pair 1 -> 0: rank 1 wrote", "pair 1 -> 2: rank 1 wrote"], ["pair 0 -> 1", "pair 0 -> 2", "pair 2 -> 0", "pair 2 -> 1", "pair 1 -> 1"]),
-    ("write_word", ["pair 1 -> 0", "pair 1 -> 1", "pair 1 -> 2"], ["pair 0 -> 1", "pair 0 -> 2", "pair 2 -> 0", "pair 2 -> 1"]),
-    ("read_word", ["pair 0 -> 1", "pair 1 -> 0", "pair 1 -> 1", "pair 1 -> 2", "pair 2 -> 1"], ["pair 0 -> 2", "pair 2 -> 0"]),
-])
+@pytest.mark.parametrize(
+    ("operation", "named", "unnamed"),
+    [
+        (
+            "open",
+            ["pair 1 -> 0: rank 1 wrote", "pair 1 -> 2: rank 1 wrote"],
+            ["pair 0 -> 1", "pair 0 -> 2", "pair 2 -> 0", "pair 2 -> 1", "pair 1 -> 1"],
+        ),
+        ("write_word", ["pair 1 -> 0", "pair 1 -> 1", "pair 1 -> 2"], ["pair 0 -> 1", "pair 0 -> 2", "pair 2 -> 0", "pair 2 -> 1"]),
+        ("read_word", ["pair 0 -> 1", "pair 1 -> 0", "pair 1 -> 1", "pair 1 -> 2", "pair 2 -> 1"], ["pair 0 -> 2", "pair 2 -> 0"]),
+    ],
+)
 def test_the_probe_names_the_pairs_that_do_not_work(ranks: Any, operation: str, named: list[str], unnamed: list[str]) -> None:
     texts = [o.value for o in ranks(3, _lies, operation)]
     for text in texts:
@@ -221,7 +234,8 @@ def _unequal(channel: TorchAgreement) -> str:
 def test_unequal_arguments_are_found_first_and_named(ranks: Any) -> None:
     for outcome in ranks(4, _unequal):
         assert outcome.error is None, outcome.trace
-        assert f"rank 2: nbytes is {NBYTES + 4096}, on rank(s) [0, 1, 3] it is {NBYTES}; layout is 4, on rank(s) [0, 1, 3] it is 3" in outcome.value
+        assert f"rank 2: nbytes is {NBYTES + 4096}, on rank(s) [0, 1, 3] it is {NBYTES}; " in outcome.value
+        assert "; layout is 4, on rank(s) [0, 1, 3] it is 3" in outcome.value
 
 
 def test_comparison_names_absent_entries_and_takes_the_lowest_rank_of_equal_counts() -> None:

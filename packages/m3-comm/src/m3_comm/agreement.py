@@ -22,11 +22,11 @@ import attrs
 import structlog
 import torch
 import torch.distributed as dist
+
+from m3_comm.processes import start_ticks
 from m3_core.agreement import Agreement, Verdict, encode_verdict
 from m3_core.errors import CollectiveError, ConfigurationError, ResourceBusy
 from m3_core.ports import AgreementChannel
-
-from m3_comm.processes import start_ticks
 
 log = structlog.get_logger(__name__)
 
@@ -82,7 +82,9 @@ class _Frame:
         """Raise ``ValueError`` for bytes that are no frame of this version."""
         magic, sequence, process, payload_bytes, phase_bytes, kind = _HEADER.unpack_from(data)
         if magic != _MAGIC or phase_bytes > PHASE_BYTES_LIMIT:
-            raise ValueError(f"sent bytes that are no agreement frame of this version (they begin {data[:8].hex()}, expected {_MAGIC:#010x})")
+            raise ValueError(
+                f"sent bytes that are no agreement frame of this version (they begin {data[:8].hex()}, expected {_MAGIC:#010x})"
+            )
         start = _HEADER.size + phase_bytes
         inline = data[start : start + min(payload_bytes, _INLINE_BYTES)]
         return cls(sequence, process, payload_bytes, data[_HEADER.size : start].decode(), _Kind(kind), inline)
@@ -116,21 +118,27 @@ class TorchAgreement:
 
     A wait that runs out closes the group's connections (gloo does that on every time-out): the group cannot be used afterwards, and
     peers that come later learn it at once instead of waiting.
-
-    Args:
-        group: a group with a gloo backend for CPU tensors; all its ranks are on this node.
-        timeout: bound of every wait, in seconds.
-
-    Raises:
-        ConfigurationError: the group has no gloo backend, or the timeout is not positive.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
+        """Wrap a group; no message is sent yet.
+
+        Args:
+            group: a group with a gloo backend for CPU tensors; all its ranks are on this node.
+            timeout: bound of every wait, in seconds.
+
+        Raises:
+            ConfigurationError: the group has no gloo backend, or the timeout is not positive.
+        """
         if not timeout > 0:
-            raise ConfigurationError(f"agreement timeout {timeout!r} s: must be above 0 s; pass a bound such as {DEFAULT_TIMEOUT_SECONDS:g}")
+            raise ConfigurationError(
+                f"agreement timeout {timeout!r} s: must be above 0 s; pass a bound such as {DEFAULT_TIMEOUT_SECONDS:g}"
+            )
         backend = str(dist.get_backend_config(group))
         if "gloo" not in backend:
-            raise ConfigurationError(f"process group with backend {backend!r}: agreement needs gloo for CPU tensors; pass the CPU group (new_group(backend='gloo'))")
+            raise ConfigurationError(
+                f"process group with backend {backend!r}: agreement needs gloo for CPU tensors; pass new_group(backend='gloo')"
+            )
         self._group = group
         self._timeout = float(timeout)
         self._rank = dist.get_rank(group)
@@ -166,7 +174,9 @@ class TorchAgreement:
         """
         _check_phase(phase)
         if not self._lock.acquire(blocking=False):
-            raise ResourceBusy(f"phase {phase} on rank {self._rank}: another thread is in a phase on this channel; use one thread, or a channel each")
+            raise ResourceBusy(
+                f"phase {phase} on rank {self._rank}: another thread is in a phase on this channel; use one thread, or a channel each"
+            )
         try:
             return self._gather(phase, bytes(payload))
         finally:
@@ -191,7 +201,7 @@ class TorchAgreement:
         started = time.monotonic()
         deadline = started + self._timeout
         own = _Frame(sequence, os.getpid(), len(payload), phase, _Kind.PAYLOAD, payload[:_INLINE_BYTES])
-        raw, problems = self._trade({p: _FRAME_BYTES for p in peers}, dict.fromkeys(peers, own.encode()), deadline)
+        raw, problems = self._trade(dict.fromkeys(peers, _FRAME_BYTES), dict.fromkeys(peers, own.encode()), deadline)
         frames = self._decode(raw, problems)
         rest = payload[_INLINE_BYTES:]
         incoming = {p: f.rest_bytes for p, f in frames.items() if f.rest_bytes > 0}
@@ -215,7 +225,7 @@ class TorchAgreement:
         present = [p for p in frames if p not in problems]
         missing = sum(1 << p for p in problems).to_bytes(8, "little")
         own = _Frame(sequence, os.getpid(), len(missing), phase, _Kind.CONFIRM, missing)
-        raw, lost = self._trade({p: _FRAME_BYTES for p in present}, dict.fromkeys(present, own.encode()), deadline + CONFIRM_SECONDS)
+        raw, lost = self._trade(dict.fromkeys(present, _FRAME_BYTES), dict.fromkeys(present, own.encode()), deadline + CONFIRM_SECONDS)
         confirms = self._decode(raw, lost)
         if not problems:
             problems |= {p: f"left while the phase was being confirmed: {text}" for p, text in lost.items()}
@@ -249,7 +259,9 @@ class TorchAgreement:
                 self._processes[peer] = frames[peer].process
         return frames
 
-    def _trade(self, incoming: Mapping[int, int], outgoing: Mapping[int, bytes], deadline: float) -> tuple[dict[int, bytes], dict[int, str]]:
+    def _trade(
+        self, incoming: Mapping[int, int], outgoing: Mapping[int, bytes], deadline: float
+    ) -> tuple[dict[int, bytes], dict[int, str]]:
         """Receive so many bytes of each rank in ``incoming`` while sending ``outgoing``; return what came, and why the rest did not.
 
         All operations are posted before the first wait: what a peer waits for never depends on what this rank waits for.
@@ -260,9 +272,15 @@ class TorchAgreement:
         receives: dict[int, dist.Work | None] = {}
         sends: dict[int, dist.Work | None] = {}
         for peer, tensor in received.items():
-            self._post(receives, problems, peer, lambda t=tensor, p=peer: dist.irecv(t, group=self._group, group_src=p, tag=MESSAGE_TAG))
+            try:
+                receives[peer] = dist.irecv(tensor, group=self._group, group_src=peer, tag=MESSAGE_TAG)
+            except RuntimeError as error:
+                problems[peer] = self._explain(peer, error, late=False)
         for peer, tensor in sent.items():
-            self._post(sends, problems, peer, lambda t=tensor, p=peer: dist.isend(t, group=self._group, group_dst=p, tag=MESSAGE_TAG))
+            try:
+                sends[peer] = dist.isend(tensor, group=self._group, group_dst=peer, tag=MESSAGE_TAG)
+            except RuntimeError as error:
+                problems[peer] = self._explain(peer, error, late=False)
         for peer, work in receives.items():
             self._wait(work, peer, deadline, problems)
         # A receive that ran out has closed every connection, so sends are judged only if every frame came.
@@ -272,12 +290,6 @@ class TorchAgreement:
         if not problems:
             problems = unsent
         return {p: bytes(t.numpy().tobytes()) for p, t in received.items() if p not in problems}, problems
-
-    def _post(self, works: dict[int, dist.Work | None], problems: dict[int, str], peer: int, post: Callable[[], dist.Work | None]) -> None:
-        try:
-            works[peer] = post()
-        except RuntimeError as error:
-            problems[peer] = self._explain(peer, error, late=False)
 
     def _wait(self, work: dist.Work | None, peer: int, deadline: float, problems: dict[int, str]) -> None:
         if work is None:

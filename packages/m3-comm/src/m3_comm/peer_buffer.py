@@ -6,6 +6,7 @@ fails on all of them, and each error names that rank and its reason. Whatever a 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -20,15 +21,15 @@ from typing import TypeVar
 import attrs
 import structlog
 import torch
-from m3_core.agreement import Agreement, Verdict
-from m3_core.errors import ConfigurationError, ResourceClosed, ResourceError
-from m3_core.ports import AgreementChannel
 
 import m3_comm
 from m3_comm import probe
 from m3_comm.agreement import describe, joint_stage
 from m3_comm.transports.base import Allocation, DeviceTransport, Mapping
 from m3_comm.views import GuardedBytes
+from m3_core.agreement import Agreement, Verdict
+from m3_core.errors import CollectiveError, ConfigurationError, ResourceClosed, ResourceError
+from m3_core.ports import AgreementChannel
 
 log = structlog.get_logger(__name__)
 
@@ -47,6 +48,10 @@ class Stage(Enum):
     READY = "peer-buffer/ready"
 
 
+RELEASED_PHASE = "peer-buffer/released"
+"""After a failure: no rank has a mapping any more. Only for transports whose memory may not be freed before."""
+
+
 @attrs.define(eq=False)
 class _Resources:
     """What one rank holds; outlives the ``PeerBuffer`` so that a finaliser can release it.
@@ -56,6 +61,7 @@ class _Resources:
         allocation: the own memory, released last.
         mappings: the peers' memory by rank.
         closed: set before anything is released.
+        lock: only one thread releases.
     """
 
     transport: DeviceTransport
@@ -69,29 +75,39 @@ class _Resources:
         if self.closed:
             raise ResourceClosed("peer buffer used after close(): build a new one, on all ranks together")
         if os.getpid() != self.process:
-            raise ResourceClosed(f"peer buffer of process {self.process} used in its forked child {os.getpid()}: the memory stays with its process; build one there")
+            raise ResourceClosed(f"peer buffer of process {self.process} used in its forked child {os.getpid()}: build one there")
 
     def release(self) -> list[str]:
         """Close the mappings, then free the memory; go on after a failure. Returns what failed; nothing the second time."""
-        with self.lock:
-            if self.closed or os.getpid() != self.process:
-                self.closed = True
-                return []
-            self.closed = True
+        return self.close_mappings() + self.free()
+
+    def close_mappings(self) -> list[str]:
+        """The first half of ``release``; from here on nothing may be used."""
+        self.closed = True
         problems = []
-        for rank, mapping in sorted(self.mappings.items()):
+        for rank, mapping in self._take_mappings():
             try:
                 self.transport.close(mapping)
             except Exception as error:  # the rest must still be released
                 problems.append(f"mapping of rank {rank}: {describe(error)}")
-        self.mappings.clear()
-        if self.allocation is not None:
-            try:
-                self.transport.free(self.allocation)
-            except Exception as error:  # the rest must still be released
-                problems.append(f"own memory: {describe(error)}")
-            self.allocation = None
         return problems
+
+    def free(self) -> list[str]:
+        """The second half of ``release``."""
+        with self.lock:
+            allocation, self.allocation = self.allocation, None
+        if allocation is None or os.getpid() != self.process:
+            return []
+        try:
+            self.transport.free(allocation)
+        except Exception as error:
+            return [f"own memory: {describe(error)}"]
+        return []
+
+    def _take_mappings(self) -> list[tuple[int, Mapping]]:
+        with self.lock:
+            mappings, self.mappings = sorted(self.mappings.items()), {}
+        return mappings if os.getpid() == self.process else []
 
 
 class PeerBuffer:
@@ -104,6 +120,7 @@ class PeerBuffer:
     """
 
     def __init__(self, resources: _Resources, rank: int, world_size: int, nbytes: int) -> None:
+        """Wrap what the stages acquired; ``create`` is the way to make one."""
         assert resources.allocation is not None
         self.rank = rank
         self.world_size = world_size
@@ -174,8 +191,13 @@ class PeerBuffer:
                 buffers.append(cls(resources, rank, world_size, nbytes))
 
             joint_stage(channel, Stage.READY.value, finish)
-        except BaseException:
-            for problem in resources.release():
+        except BaseException as error:
+            problems = resources.close_mappings()
+            if transport.frees_after_peers and isinstance(error, CollectiveError):
+                # Every rank that is left comes here; one that does not come any more has no use for its mapping either.
+                with contextlib.suppress(CollectiveError):
+                    channel.gather(RELEASED_PHASE, b"")
+            for problem in problems + resources.free():
                 log.error("peer_buffer_release_failed", rank=rank, problem=problem)
             if label:
                 transport.sweep(label)
@@ -219,7 +241,8 @@ class PeerBuffer:
     def close(self) -> None:
         """Close the mappings, then free the own memory. Does nothing the second time.
 
-        Call it when no kernel of any rank can touch the buffers any more.
+        Call it when no kernel of any rank can touch the buffers any more. It is no collective: a peer may still have this rank's
+        memory mapped, but must not touch it.
 
         Raises:
             ResourceError: something could not be released; the rest has been.
@@ -270,12 +293,15 @@ def _check(channel: AgreementChannel, transport: DeviceTransport, nbytes: int, f
 
     def check() -> bytes:
         if nbytes < probe.WORD_BYTES * channel.world_size:
-            raise ConfigurationError(f"peer buffer of {nbytes} bytes: at least {probe.WORD_BYTES * channel.world_size} are needed for {channel.world_size} ranks")
+            raise ConfigurationError(
+                f"peer buffer of {nbytes} bytes: at least {probe.WORD_BYTES * channel.world_size} are needed for {channel.world_size} ranks"
+            )
         facts: dict[str, str | int] = {
             "m3_comm version": m3_comm.__version__,
             "transport": transport.name,
             "world_size": channel.world_size,
             "nbytes": nbytes,
+            **transport.traits,
             **fingerprint,
         }
         return json.dumps([secrets.randbits(64), facts]).encode()

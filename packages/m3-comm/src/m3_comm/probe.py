@@ -71,12 +71,16 @@ def read(access: WordAccess, seed: int, rank: int, local: int, addresses: Sequen
         for place, offset in enumerate(places(writer, world_size, nbytes)):
             found, expected = access.read_word(local + offset), nonce(seed, writer, rank, place)
             if found != expected:
-                problems.append(f"pair {writer} -> {rank}: rank {writer} wrote {expected:#018x}, rank {rank} finds {found:#018x} at byte {offset} of its buffer")
+                problems.append(
+                    f"pair {writer} -> {rank}: rank {writer} wrote {expected:#018x}, rank {rank} finds {found:#018x} at byte {offset}"
+                )
     for reader, address in enumerate(addresses):
         for place, offset in enumerate(places(rank, world_size, nbytes)):
             found, expected = access.read_word(address + offset), nonce(seed, rank, reader, place)
             if found != expected:
-                problems.append(f"pair {rank} -> {reader}: rank {rank} wrote {expected:#018x} and reads back {found:#018x} at byte {offset} through its mapping")
+                problems.append(
+                    f"pair {rank} -> {reader}: rank {rank} wrote {expected:#018x} and reads back {found:#018x} at byte {offset}"
+                )
     return problems
 
 

@@ -14,6 +14,8 @@ import attrs
 
 _IDENTITY = re.compile(r"(?P<boot>[0-9a-f]{8})-(?P<namespace>[0-9]+)-(?P<process>[0-9]+)-(?P<start_ticks>[0-9]+)")
 _DEAD_STATES = frozenset("ZXx")
+_EXITING_FLAG = 0x4
+"""Of the flags in field 9 of ``/proc/PID/stat``: set before a dying process closes its files, long before it is a zombie."""
 
 
 @attrs.frozen
@@ -59,19 +61,19 @@ class ProcessIdentity:
         return self.boot == _boot() and self.namespace == _namespace()
 
     def alive(self) -> bool:
-        """Whether it runs; a zombie does not, nor does another process that got its id. Only for a ``judgeable`` identity."""
+        """Whether it runs; a zombie does not, nor one that is ending, nor another process that got its id. Only for a ``judgeable`` identity."""
         return start_ticks(self.process) == self.start_ticks
 
 
 def start_ticks(process: int) -> int | None:
-    """Start time of a running process in clock ticks since boot, or None if there is none (or only a zombie)."""
+    """Start time of a running process in clock ticks since boot, or None if there is none, only a zombie, or one that is ending."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The second field is the name in brackets and may itself hold spaces and brackets.
     fields = stat[stat.rindex(")") + 2 :].split()
-    return None if fields[0] in _DEAD_STATES else int(fields[19])
+    return None if fields[0] in _DEAD_STATES or int(fields[6]) & _EXITING_FLAG else int(fields[19])
 
 
 def _boot() -> str:

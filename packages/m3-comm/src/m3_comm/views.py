@@ -1,12 +1,15 @@
-"""A tensor over memory that may be taken away, which then refuses instead of crashing."""
+"""Tensors over memory that they do not own: over a device's, and over memory that may be taken away, which then refuse."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import attrs
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
+
+from m3_core.errors import ResourceError
 
 
 class GuardedBytes(torch.Tensor):
@@ -50,3 +53,29 @@ class GuardedBytes(torch.Tensor):
                 return tensor if check is None or isinstance(tensor, cls) else cls.over(tensor, check)
 
             return tree_map_only(torch.Tensor, guard, result)
+
+
+@attrs.frozen
+class _DeviceBytes:
+    """Device memory as the CUDA array interface (version 3) describes it; ROCm builds of torch read the same."""
+
+    address: int
+    nbytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3, "strides": None}
+
+
+def device_bytes(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Device memory as a uint8 tensor [nbytes] that does not own it.
+
+    Raises:
+        ResourceError: torch made a copy, or put it elsewhere than asked.
+    """
+    tensor = torch.as_tensor(_DeviceBytes(address, nbytes), device=device)
+    if tensor.data_ptr() != address or tensor.device != device:
+        raise ResourceError(
+            f"a view of {nbytes} bytes at {address:#x} on {device} became {tensor.data_ptr():#x} on {tensor.device}: torch copied it"
+        )
+    return tensor

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import attrs
 import torch
+
 from m3_core.errors import ConfigurationError
 
 PAGE_BYTES = 4096
@@ -79,8 +80,22 @@ class Handle:
             raise ConfigurationError(f"memory handle cut short: {len(base)} of {base_bytes} bytes of its base came")
         named = name.rstrip(b"\0").decode()
         if named != transport:
-            raise ConfigurationError(f"memory handle of transport {named!r} opened by transport {transport!r}: use the same transport on every rank")
+            raise ConfigurationError(
+                f"memory handle of transport {named!r} opened by transport {transport!r}: use the same transport on every rank"
+            )
         return cls(named, base, offset, length)
+
+
+class HostMappingTransport(Protocol):
+    """A device transport that can also show host memory to the device, such as the ring of a flight recorder."""
+
+    def map_host(self, address: int, nbytes: int) -> int:
+        """Pin whole pages of host memory and return their address on the device; raises ``ResourceError``."""
+        ...
+
+    def unmap_host(self, address: int) -> None:
+        """Undo ``map_host`` for the same host address."""
+        ...
 
 
 class DeviceTransport(Protocol):
@@ -97,6 +112,16 @@ class DeviceTransport(Protocol):
     @property
     def device(self) -> torch.device:
         """Where the memory is."""
+        ...
+
+    @property
+    def traits(self) -> dict[str, str]:
+        """What must be the same on every rank besides the name, such as the kind of memory; compared at construction."""
+        ...
+
+    @property
+    def frees_after_peers(self) -> bool:
+        """Whether memory may be freed only once every peer has closed its mapping of it."""
         ...
 
     def allocate(self, nbytes: int, label: str = "") -> Allocation:

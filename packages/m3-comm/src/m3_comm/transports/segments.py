@@ -16,9 +16,9 @@ from pathlib import Path
 
 import attrs
 import structlog
-from m3_core.errors import ConfigurationError
 
 from m3_comm.processes import ProcessIdentity
+from m3_core.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import attrs
 import structlog
 import torch
-from m3_core.errors import ResourceError
 
 from m3_comm.processes import ProcessIdentity
 from m3_comm.transports.base import Allocation, Handle, Mapping, round_up
 from m3_comm.transports.segments import SegmentName, sweep
+from m3_core.errors import ResourceError
 
 log = structlog.get_logger(__name__)
 
@@ -62,20 +62,27 @@ class _Segment:
 
 
 class ShmTransport:
-    """Shared memory of one node's processes.
-
-    Args:
-        directory: a mounted tmpfs that all ranks see; other than ``/dev/shm`` for tests only.
-    """
+    """Shared memory of one node's processes."""
 
     name = "shm"
     device = torch.device("cpu")
+    frees_after_peers = False
 
     def __init__(self, directory: Path = DEFAULT_DIRECTORY) -> None:
+        """Own nothing yet.
+
+        Args:
+            directory: a mounted tmpfs that all ranks see; other than ``/dev/shm`` for tests only.
+        """
         self._directory = Path(directory)
         self._owned: dict[Allocation, _Segment] = {}
         self._mapped: set[int] = set()
         self._counter = itertools.count()
+
+    @property
+    def traits(self) -> dict[str, str]:
+        """None: ranks that do not share the directory are found when they open each other's segments."""
+        return {}
 
     def allocate(self, nbytes: int, label: str = "") -> Allocation:
         """Get at least ``nbytes`` zeroed bytes, all of them present now: nothing can run out later.
@@ -197,7 +204,9 @@ class ShmTransport:
         try:
             return os.open(self._directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ResourceError(f"no shared memory in {self._directory}: {error.strerror}; it must be a writable tmpfs (mount one there)") from error
+            raise ResourceError(
+                f"no shared memory in {self._directory}: {error.strerror}; it must be a writable tmpfs (mount one there)"
+            ) from error
 
     def _reserve(self, descriptor: int, size: int) -> None:
         try:

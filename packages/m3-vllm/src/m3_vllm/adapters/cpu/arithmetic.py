@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from m3_kernels.ffn import FfnConstants
+
 TILE_ROWS = 16
 """Rows of one product. Any fixed number serves; 16 wastes little where one row decodes and still blocks well at prefill."""
 
@@ -49,18 +51,17 @@ def gemma_norm(value: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     return wide * scale * (1.0 + weight.to(torch.float32))
 
 
-def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, *, alpha: float, beta: float, limit: float) -> torch.Tensor:
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, constants: FfnConstants) -> torch.Tensor:
     """``g * sigmoid(alpha g) * (u + beta)`` with ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)``, in float32.
 
     Args:
-        gate: [..., I].
+        gate: [..., I]; it has no lower bound.
         up: [..., I].
-        alpha: slope inside the sigmoid.
-        beta: offset of the up branch.
-        limit: bound of both branches; the gate has no lower one.
+        constants: alpha, beta and limit.
 
     Returns:
         float32 [..., I]; the caller rounds.
     """
+    limit = constants.swiglu_limit
     bounded = gate.to(torch.float32).clamp(max=limit)
-    return bounded * torch.sigmoid(alpha * bounded) * (up.to(torch.float32).clamp(-limit, limit) + beta)
+    return bounded * torch.sigmoid(constants.swiglu_alpha * bounded) * (up.to(torch.float32).clamp(-limit, limit) + constants.swiglu_beta)

@@ -136,6 +136,19 @@ class SparseAttention(_Heads, AttentionLayerBase):
         step = get_forward_context().slot_mapping
         return step.get(self.layer_name) if isinstance(step, dict) else None
 
+    def choose(self, index_query: torch.Tensor, positions: torch.Tensor, index: BlockSparseMetadata) -> torch.Tensor:
+        """Blocks that each row attends to, by the index keys in the cache; as :func:`select_blocks`."""
+        return select_blocks(
+            index_query,
+            self.index_cache.kv_cache,
+            index.block_table,
+            positions,
+            index.request_bounds,
+            top_k=self.top_k,
+            init_blocks=self.init_blocks,
+            local_blocks=self.local_blocks,
+        )
+
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Attention of bf16 ``hidden`` [S, H]; returns this rank's part of the output projection, bf16 [S, H]."""
         fused, _ = self.qkv_proj(hidden)
@@ -151,16 +164,7 @@ class SparseAttention(_Heads, AttentionLayerBase):
         rows = main.rows
         insert_pairs(self.kv_cache, slots, self._rotated(key, self.k_norm, positions), value.reshape(-1, self.kv_heads, self.head_dim))
         insert_index_keys(self.index_cache.kv_cache, index_slots, self._rotated(index_key, self.index_k_norm, positions).squeeze(1))
-        chosen = select_blocks(
-            self._rotated(index_query, self.index_q_norm, positions)[:rows],
-            self.index_cache.kv_cache,
-            index.block_table,
-            positions[:rows],
-            index.request_bounds,
-            top_k=self.top_k,
-            init_blocks=self.init_blocks,
-            local_blocks=self.local_blocks,
-        )
+        chosen = self.choose(self._rotated(index_query, self.index_q_norm, positions)[:rows], positions[:rows], index)
         attended = query.new_zeros(query.shape[0], self.heads, self.head_dim)
         attended[:rows] = attend(
             self._rotated(query, self.q_norm, positions)[:rows],

@@ -1,6 +1,6 @@
 """The second half of a sparse layer in stock form: every rank's own torch, vLLM's collectives between.
 
-It has the launch's signature, so a step can run either.
+It has the launch's signature, and the bits of the launch on the CPU target, so a step can run either.
 """
 
 from __future__ import annotations
@@ -13,28 +13,22 @@ from vllm.distributed import (
     tensor_model_parallel_all_reduce,
 )
 
-from m3_vllm.adapters.cpu.experts import Experts, FfnArithmetic, Router
+from m3_kernels.ffn import FfnConstants
+from m3_kernels.reference.arithmetic import ROUNDED
+from m3_kernels.reference.norm import norm
+from m3_kernels.reference.reduce import sum_of_squares
+from m3_vllm.adapters.cpu.experts import Experts, Router
 from m3_vllm.adapters.cpu.norm import GemmaNorm
 
 
 class StockFfnHalf:
     """From the unreduced attention output to the reduced output of the experts, bound to one layer's modules."""
 
-    def __init__(self, norm: GemmaNorm, router: Router, bias: torch.Tensor, experts: Experts, arithmetic: FfnArithmetic) -> None:
-        """Bind the half to a layer.
-
-        Args:
-            norm: the norm after attention.
-            router: the router's weight.
-            bias: float32 [E], the bias of the choice.
-            experts: this rank's experts.
-            arithmetic: the layer's constants.
-        """
+    def __init__(self, norm: GemmaNorm, ffn: SparseFfn, constants: FfnConstants) -> None:
+        """Bind the half to a layer: the norm after attention, router and experts, constants of the arithmetic."""
         self._norm = norm
-        self._router = router
-        self._bias = bias
-        self._experts = experts
-        self._arithmetic = arithmetic
+        self._ffn = ffn
+        self._constants = constants
 
     def __call__(self, part: torch.Tensor, residual: torch.Tensor, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the half; a collective: every rank of the tensor-parallel group calls it with the same number of rows.
@@ -42,17 +36,18 @@ class StockFfnHalf:
         Args:
             part: bf16 [S, H], this rank's unreduced output projection.
             residual: bf16 [S, H].
-            slots: int64 [S], negative where a row is padding; None if no row is. A padded row's output is 0.
+            slots: int64, at least S, negative where a row is padding; None if no row is. A padded row's output is 0.
 
         Returns:
             (bf16 [S, H] output of the experts, summed over ranks; bf16 [S, H] new residual), both fresh.
         """
-        rows, new_residual = self._norm.add(sum_over_ranks(part), residual)
-        picked, weights = self._router(rows, self._bias, self._arithmetic)
-        out = sum_over_ranks(self._experts(rows, picked, weights, self._arithmetic))
-        if slots is not None:
-            out = out.masked_fill((slots[: out.shape[0]] < 0).unsqueeze(1), 0.0)
-        return out, new_residual
+        if slots is None:
+            slots = torch.zeros(part.shape[0], dtype=torch.int64)
+        stream = sum_over_ranks(part).to(torch.float32) + residual.to(torch.float32)
+        normed = norm(stream, sum_of_squares(stream), self._norm.weight.data, self._norm.eps, ROUNDED).to(torch.bfloat16)
+        routes = self._ffn.gate(normed, self._ffn.e_score_correction_bias.data, slots, self._constants)
+        out = sum_over_ranks(self._ffn.experts(normed, routes, slots, self._constants))
+        return out, stream.to(torch.bfloat16)
 
 
 def sum_over_ranks(part: torch.Tensor) -> torch.Tensor:
@@ -82,9 +77,14 @@ class SparseFfn(nn.Module):
         experts: routed experts and the shared one.
     """
 
-    def __init__(self, hidden: int, experts: int, intermediate: int, *, rank: int, ranks: int) -> None:
+    def __init__(self, hidden: int, experts: int, top_k: int, intermediate: int, *, rank: int, ranks: int) -> None:
         """Sizes as of :class:`Router` and :class:`Experts`."""
         super().__init__()
-        self.gate = Router(hidden, experts)
+        self.gate = Router(hidden, experts, top_k)
         self.e_score_correction_bias = nn.Parameter(torch.empty(experts, dtype=torch.float32), requires_grad=False)
         self.experts = Experts(experts, hidden, intermediate, rank=rank, ranks=ranks)
+
+    def prepare(self) -> None:
+        """Lay the loaded weights out for the stock half."""
+        self.gate.prepare()
+        self.experts.prepare()

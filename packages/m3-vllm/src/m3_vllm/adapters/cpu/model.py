@@ -2,117 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
 
-import structlog
 import torch
 from torch import nn
-from vllm.config import CacheConfig, VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
-from m3_vllm.adapters.cpu.arithmetic import clamped_swiglu
-from m3_vllm.adapters.cpu.attention import DenseAttention, SparseAttention
-from m3_vllm.adapters.cpu.experts import FfnArithmetic
-from m3_vllm.adapters.cpu.ffn_half import SparseFfn, StockFfnHalf, sum_over_ranks
+from m3_core.errors import ProtocolError
+from m3_kernels.ffn import FfnConstants
+from m3_vllm.adapters.cpu import steps
+from m3_vllm.adapters.cpu.layers import DenseLayer, LayerCallable, SparseLayer
 from m3_vllm.adapters.cpu.norm import GemmaNorm
 from m3_vllm.adapters.cpu.requirements import check
 from m3_vllm.adapters.cpu.weights import load_weights
-from m3_vllm.settings import Settings
-
-log = structlog.get_logger(__name__)
-
-FfnHalf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
-"""(part, residual, slots) -> (out, new residual): the stock half of a sparse layer, or its launch."""
-
-
-class DenseMLP(nn.Module):
-    """The network of a dense layer; its output is this rank's part, not reduced."""
-
-    def __init__(self, config: Any, arithmetic: FfnArithmetic, prefix: str) -> None:
-        """Sizes come from the text configuration; columns are split over the tensor-parallel ranks."""
-        super().__init__()
-        self.arithmetic = arithmetic
-        self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size, [config.dense_intermediate_size] * 2, bias=False, prefix=f"{prefix}.gate_up_proj"
-        )
-        self.down_proj = RowParallelLinear(
-            config.dense_intermediate_size, config.hidden_size, bias=False, reduce_results=False, prefix=f"{prefix}.down_proj"
-        )
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Part of the output of bf16 ``rows`` [S, H], bf16 [S, H]."""
-        fused, _ = self.gate_up_proj(rows)
-        gate, up = fused.chunk(2, dim=-1)
-        middle = clamped_swiglu(
-            gate,
-            up,
-            alpha=self.arithmetic.swiglu_alpha,
-            beta=self.arithmetic.swiglu_beta,
-            limit=self.arithmetic.swiglu_limit,
-        )
-        part, _ = self.down_proj(middle.to(rows.dtype))
-        return part  # type: ignore[no-any-return]
-
-
-class DenseLayer(nn.Module):
-    """One of the leading layers: full attention and a dense network."""
-
-    def __init__(self, config: Any, arithmetic: FfnArithmetic, cache_config: CacheConfig, prefix: str) -> None:
-        """Sizes come from the text configuration."""
-        super().__init__()
-        self.self_attn = DenseAttention(config, cache_config, f"{prefix}.self_attn")
-        self.mlp = DenseMLP(config, arithmetic, f"{prefix}.mlp")
-        self.input_layernorm = GemmaNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = GemmaNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer; ``hidden`` and ``residual`` as at every layer boundary, see :class:`MiniMaxM3CPUModel`."""
-        rows, residual = self.input_layernorm.add(hidden, residual)
-        part = self.self_attn(positions, rows)
-        rows, residual = self.post_attention_layernorm.add(sum_over_ranks(part), residual)
-        return sum_over_ranks(self.mlp(rows)), residual
-
-
-class SparseLayer(nn.Module):
-    """A layer with block-sparse attention and experts.
-
-    Attributes:
-        stock_half: the second half in stock form.
-    """
-
-    def __init__(self, config: Any, arithmetic: FfnArithmetic, prefix: str) -> None:
-        """Sizes come from the text configuration."""
-        super().__init__()
-        self.self_attn = SparseAttention(config, f"{prefix}.self_attn")
-        self.block_sparse_moe = SparseFfn(
-            config.hidden_size,
-            config.num_local_experts,
-            config.intermediate_size,
-            rank=get_tensor_model_parallel_rank(),
-            ranks=get_tensor_model_parallel_world_size(),
-        )
-        self.input_layernorm = GemmaNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = GemmaNorm(config.hidden_size, config.rms_norm_eps)
-        self.stock_half = StockFfnHalf(
-            self.post_attention_layernorm,
-            self.block_sparse_moe.gate,
-            self.block_sparse_moe.e_score_correction_bias,
-            self.block_sparse_moe.experts,
-            arithmetic,
-        )
-
-    def forward(
-        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor, half: FfnHalf
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer whose second half is ``half``; ``hidden`` and ``residual`` as at every layer boundary."""
-        rows, residual = self.input_layernorm.add(hidden, residual)
-        return half(self.self_attn(positions, rows), residual, self.self_attn.slots())
+from m3_vllm.settings import Experts, Settings
 
 
 class MiniMaxM3CPUModel(nn.Module):
@@ -127,20 +34,18 @@ class MiniMaxM3CPUModel(nn.Module):
         """Build the layers that the text configuration lists, dense or sparse."""
         super().__init__()
         config = vllm_config.model_config.hf_text_config
-        arithmetic = FfnArithmetic(
+        self.constants = FfnConstants(
             rms_norm_eps=config.rms_norm_eps,
             swiglu_alpha=config.swiglu_alpha,
             swiglu_beta=getattr(config, "swiglu_beta", 1.0),
             swiglu_limit=config.swiglu_limit,
             routed_scaling_factor=config.routed_scaling_factor,
-            top_k=config.num_experts_per_tok,
         )
-        self.arithmetic = arithmetic
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens")
         self.layers = nn.ModuleList(
-            SparseLayer(config, arithmetic, f"{prefix}.layers.{layer}")
+            SparseLayer(config, self.constants, f"{prefix}.layers.{layer}")
             if sparse
-            else DenseLayer(config, arithmetic, vllm_config.cache_config, f"{prefix}.layers.{layer}")
+            else DenseLayer(config, self.constants, vllm_config.cache_config, f"{prefix}.layers.{layer}")
             for layer, sparse in enumerate(config.moe_layer_freq)
         )
         self.norm = GemmaNorm(config.hidden_size, config.rms_norm_eps)
@@ -149,23 +54,20 @@ class MiniMaxM3CPUModel(nn.Module):
         """The sparse layers by layer number, in order."""
         return {number: layer for number, layer in enumerate(self.layers) if isinstance(layer, SparseLayer)}
 
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, halves: dict[int, FfnHalf]) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, fused: Mapping[int, LayerCallable]) -> torch.Tensor:
         """Run every layer.
 
         Args:
             hidden: bf16 [S, H], embeddings.
             positions: int64 [S].
-            halves: the second half of each sparse layer that this step does not run in stock form, by layer number.
+            fused: layers that run in place of the stock ones, by layer number.
 
         Returns:
             bf16 [S, H], normed.
         """
         residual = torch.zeros_like(hidden)
         for number, layer in enumerate(self.layers):
-            if isinstance(layer, SparseLayer):
-                hidden, residual = layer(positions, hidden, residual, halves.get(number, layer.stock_half))
-            else:
-                hidden, residual = layer(positions, hidden, residual)
+            hidden, residual = fused.get(number, layer)(positions, hidden, residual)
         normed, _ = self.norm.add(hidden, residual)
         return normed
 
@@ -176,6 +78,7 @@ class MiniMaxM3ForCPU(nn.Module):
     Attributes:
         settings: m3's settings, the same on every rank.
         model: embedding, layers, norm.
+        steps: what decides, counts and launches; set once the weights are loaded.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -189,6 +92,8 @@ class MiniMaxM3ForCPU(nn.Module):
         self.settings = Settings.from_additional_config(vllm_config.additional_config)
         config = vllm_config.model_config.hf_text_config
         self.config = config
+        self.vllm_config = vllm_config
+        self.steps: steps.Steps | None = None
         self.model = MiniMaxM3CPUModel(vllm_config, maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
         self.logits_processor = LogitsProcessor(config.vocab_size)
@@ -209,12 +114,20 @@ class MiniMaxM3ForCPU(nn.Module):
 
         Returns:
             bf16 [S, H], normed hidden states.
+
+        Raises:
+            FaultError: a launch of this step, or of an earlier one, failed on any rank.
         """
         hidden = inputs_embeds if inputs_embeds is not None else self.embed_input_ids(input_ids)  # type: ignore[arg-type]
-        return self.model(hidden, positions, {})  # type: ignore[no-any-return]
+        if self.steps is None:
+            raise ProtocolError("MiniMaxM3ForCPU", "LOADING", "FORWARD", ("load the weights and call process_weights_after_loading first",))
+        with self.steps.step(hidden.shape[0], intermediate_tensors=intermediate_tensors is not None) as fused:
+            return self.model(hidden, positions, fused)  # type: ignore[no-any-return]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Logits of the rows to sample from, [rows, vocabulary]; None on ranks that do not sample."""
+        if self.steps is not None:
+            self.steps.output()
         return self.logits_processor(self.lm_head, hidden_states)  # type: ignore[no-any-return]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -224,3 +137,17 @@ class MiniMaxM3ForCPU(nn.Module):
             ConfigurationError: a tensor is unknown, has another shape, or is missing.
         """
         return load_weights(self, weights)
+
+    def process_weights_after_loading(self) -> None:
+        """Quantise the experts where the settings ask for it, lay weights out, build the launches; called by vLLM once, on every rank.
+
+        Raises:
+            RefusalError: mode "require" and the launches cannot be built, with all reasons of all ranks.
+            CollectiveError: mode "require" and building failed on some rank.
+        """
+        layers = self.model.sparse_layers()
+        for layer in layers.values():
+            if self.settings.experts is Experts.MXFP4:
+                layer.block_sparse_moe.experts.quantise()
+            layer.block_sparse_moe.prepare()
+        self.steps = steps.build(layers, self.config, self.model.constants, self.vllm_config, self.settings)
