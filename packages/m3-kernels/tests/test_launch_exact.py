@@ -22,7 +22,9 @@ def equal(found: Tensor, wanted: Tensor) -> bool:
     return torch.equal(found.float().nan_to_num(nan=123456.0), wanted.float().nan_to_num(nan=123456.0))
 
 
-def check(shape: FfnShape, format: ExpertFormat, inputs: LayerInputs, generator: torch.Generator, *, grid: int = 2, threads: int = 64) -> Half:
+def check(
+    shape: FfnShape, format: ExpertFormat, inputs: LayerInputs, generator: torch.Generator, *, grid: int = 2, threads: int = 64
+) -> Half:
     weights = random_weights(shape, format, generator)
     wanted = half(inputs.parts, inputs.residual, inputs.slots, weights, FfnConstants(), shape.top_k, ROUNDED)
     with ThreadRanks(shape, grid=grid, block_threads=threads, poison=True) as ranks:
@@ -169,7 +171,9 @@ def test_row_position_does_not_change_bits(generator: torch.Generator) -> None:
     with ThreadRanks(shape) as ranks:
         launches = ranks.launches(weights)
         for rows in ([7], [7, 1], [1, 2, 3, 7], [*range(30), 7]):
-            inputs = LayerInputs(tuple(part[rows].contiguous() for part in many.parts), many.residual[rows].contiguous(), torch.arange(len(rows)))
+            inputs = LayerInputs(
+                tuple(part[rows].contiguous() for part in many.parts), many.residual[rows].contiguous(), torch.arange(len(rows))
+            )
             at = rows.index(7)
             found += [(out[at], residual[at]) for out, residual in ranks.run(launches, inputs)]
     for out, residual in found[1:]:

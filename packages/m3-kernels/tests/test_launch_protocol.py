@@ -135,7 +135,9 @@ WITHHELD = [Site.NORM, Site.ROUTER, Site.ROUTE, Site.TABLE, Site.DOWN, Site.EPOC
 
 
 @pytest.mark.parametrize("site", WITHHELD)
-def test_a_block_that_does_not_announce(site: Site, short: ThreadRanks, weights: tuple[FfnWeights, ...], generator: torch.Generator) -> None:
+def test_a_block_that_does_not_announce(
+    site: Site, short: ThreadRanks, weights: tuple[FfnWeights, ...], generator: torch.Generator
+) -> None:
     """Rank 1's blocks keep back what one of its own sites waits for: both ranks end with rank 1's fault, or rank 0's wait for it."""
     short.withhold(1, site)
     started = time.monotonic()

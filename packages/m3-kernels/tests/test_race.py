@@ -18,7 +18,19 @@ RACE_EXIT = 66
 
 
 def compile_and_run(root: Path, binary: Path, ranks: int, grid: int) -> subprocess.CompletedProcess[str]:
-    command = ["g++", "-x", "c++", "-std=c++20", "-O1", "-g", "-fsanitize=thread", "-pthread", "-ffp-contract=off", f"-DM3_TEST_RANKS={ranks}", f"-DM3_TEST_GRID={grid}"]
+    command = [
+        "g++",
+        "-x",
+        "c++",
+        "-std=c++20",
+        "-O1",
+        "-g",
+        "-fsanitize=thread",
+        "-pthread",
+        "-ffp-contract=off",
+        f"-DM3_TEST_RANKS={ranks}",
+        f"-DM3_TEST_GRID={grid}",
+    ]
     subprocess.run([*command, f"-I{root / 'include'}", f"-I{root / 'csrc'}", str(root / "two_ranks.cpp"), "-o", str(binary)], check=True)
     return subprocess.run(
         [str(binary)],
