@@ -48,6 +48,8 @@ def cpu_environment(ranks: int, base: Mapping[str, str] | None = None) -> dict[s
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # vLLM kills a worker that takes longer, and its shared memory then stays behind; a loaded machine needs more than the default 5 s.
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "30",
     }
     return {**defaults, **(os.environ if base is None else base)}
 
