@@ -2,8 +2,12 @@
 
     python benchmarks/mailbox.py --world-size 2
 
-Prints one-way latency of a tagged pair, an all-to-all hand-off, and a small all-reduce of 8 B to 256 KB, for shared memory and for gloo.
-Ranks are processes of this machine. With more ranks than cores the figures tell about the scheduler, and the first line says so.
+    python benchmarks/mailbox.py --world-size 2 --transport cuda
+
+Prints one-way latency of a tagged pair, an all-to-all hand-off, and a small all-reduce of 8 B to 256 KB. Ranks are processes of this
+machine. The transport ``shm`` stands beside gloo; with more ranks than cores the figures tell about the scheduler, and the first line says
+so. The transport ``cuda`` stands beside NCCL where every rank has a GPU of its own; ranks that share one take turns on it. Mailbox
+operations run back to back within one launch, as in the kernels; NCCL's are a launch each, timed on the device.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import argparse
 import ctypes
 import multiprocessing
 import os
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -24,8 +29,10 @@ import torch
 import torch.distributed as dist
 
 from m3_comm.agreement import TorchAgreement
+from m3_comm.flight import FlightRecorder
 from m3_comm.lifetime import die_with_parent
 from m3_comm.peer_buffer import PeerBuffer
+from m3_comm.transports.cuda import CudaTransport
 from m3_comm.transports.shm import ShmTransport
 
 SIZES = tuple(8 * 2**i for i in range(16))  # bytes: 8 to 262,144
@@ -33,11 +40,30 @@ ROUNDS = 5
 Measurement = dict[str, list[float]]  # name -> nanoseconds an operation, one a round
 
 
-def build(folder: Path) -> Path:
-    """Compile mailbox.cpp into ``folder``."""
+BOUND = 20 * 10**9  # nanoseconds of a wait on the GPU
+
+
+def build(folder: Path, transport: str) -> Path:
+    """Compile mailbox.cpp or mailbox.cu into ``folder``."""
     library = folder / "mailbox.so"
-    source = Path(__file__).with_name("mailbox.cpp")
-    subprocess.run(["g++", "-std=c++20", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    here = Path(__file__).parent
+    if transport == "cuda":
+        compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+        include = here.parent / "packages" / "m3-kernels" / "include"
+        command = [
+            compiler,
+            "-std=c++17",
+            "-arch=native",
+            "-O2",
+            "-shared",
+            "-Xcompiler",
+            "-fPIC",
+            f"-I{include}",
+            str(here / "mailbox.cu"),
+        ]
+    else:
+        command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", str(here / "mailbox.cpp")]
+    subprocess.run([*command, "-o", str(library)], check=True)
     return library
 
 
@@ -129,15 +155,105 @@ def measure_gloo(channel: TorchAgreement, count: int) -> Measurement:
     return results
 
 
+def measure_cuda(channel: TorchAgreement, library: Path, count: int) -> Measurement:
+    rank, world = channel.rank, channel.world_size
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.cuda.init()
+    code = ctypes.CDLL(str(library))
+    address, number, tag_type, word = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_uint64
+    code.mailbox_one_way.argtypes = [address, number, number, tag_type, word, address]
+    code.mailbox_hand_off.argtypes = [address, number, number, number, tag_type, word, address]
+    code.mailbox_all_reduce.argtypes = [address, number, number, number, address, address, number, tag_type, word, address]
+    code.flight_records.argtypes = [address, number, number, address]
+    recorder = FlightRecorder.create(channel, launches=64, host_records=8, device=CudaTransport(torch.cuda.current_device()))
+    buffer = PeerBuffer.create(channel, CudaTransport(torch.cuda.current_device()), 2 * 8 * world * (SIZES[-1] // 4))
+    peers = buffer.address_table.data_ptr()
+    status = (ctypes.c_uint64 * 3)()
+    out_status = ctypes.addressof(status)
+    tag = 1
+    results: Measurement = {}
+
+    def take(name: str, operations: int, call: Callable[[int], int]) -> None:
+        nonlocal tag
+        for _ in range(ROUNDS):
+            channel.agree("ready", None)
+            outcome = call(tag)
+            if outcome != 0:
+                raise RuntimeError(f"{name}: {outcome} is a CUDA error, or 1000 and the rank that was waited for")
+            results.setdefault(name, []).append(status[1] / operations)
+            tag += operations
+
+    # Ranks above 1 take no part in it, but count tags with the others.
+    take("one way", 2 * count, lambda t: int(code.mailbox_one_way(peers, rank, count, t, BOUND, out_status)) if rank < 2 else 0)
+    take("hand-off", count, lambda t: int(code.mailbox_hand_off(peers, world, rank, count, t, BOUND, out_status)))
+    for size in SIZES:
+        elements = size // 4
+        repeats = max(4, min(count, 2**22 // size))
+        values = torch.full((elements,), float(rank + 1), device="cuda")
+        out = torch.zeros_like(values)
+        torch.cuda.synchronize()
+        arguments = (peers, world, rank, elements, values.data_ptr(), out.data_ptr(), repeats)
+        take(f"all-reduce {size}", repeats, lambda t, a=arguments: int(code.mailbox_all_reduce(*a, t, BOUND, out_status)))  # type: ignore[misc]
+        assert out.eq(world * (world + 1) / 2).all()
+    take("flight record", 1000, lambda t: int(code.flight_records(recorder.address, 64, 1000, out_status)))
+    channel.agree("done", None)
+    buffer.close()
+    recorder.close()
+    return results
+
+
+def measure_nccl(channel: TorchAgreement, count: int) -> Measurement:
+    group = dist.new_group(backend="nccl")
+    results: Measurement = {}
+    word = torch.zeros(1, dtype=torch.int64, device="cuda")
+    gathered = torch.zeros(channel.world_size, dtype=torch.int64, device="cuda")
+    steps: list[tuple[str, int, Callable[[], object]]] = [
+        ("hand-off", count, lambda: dist.all_gather_into_tensor(gathered, word, group=group))
+    ]
+    for size in SIZES:
+        values = torch.zeros(size // 4, device="cuda")
+        steps.append((f"all-reduce {size}", max(4, min(count, 2**22 // size)), lambda v=values: dist.all_reduce(v, group=group)))  # type: ignore[misc]
+    for name, repeats, step in steps:
+        step()
+        for _ in range(ROUNDS):
+            torch.cuda.synchronize()
+            channel.agree("ready", None)
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(repeats):
+                step()
+            end.record()
+            end.synchronize()
+            results.setdefault(name, []).append(start.elapsed_time(end) * 1e6 / repeats)
+    dist.destroy_process_group(group)
+    return results
+
+
+def measure(channel: TorchAgreement, transport: str, library: Path, count: int) -> dict[str, Measurement]:
+    if transport == "shm":
+        return {"shm": measure_shm(channel, library, count), "gloo": measure_gloo(channel, max(10, count // 10))}
+    measured = {"cuda": measure_cuda(channel, library, count)}
+    if torch.cuda.device_count() >= channel.world_size:
+        measured["nccl"] = measure_nccl(channel, count)
+    return measured
+
+
 def rank_main(
-    rank: int, world_size: int, folder: Path, library: Path, count: int, parent: int, results: multiprocessing.SimpleQueue[object]
+    rank: int,
+    world_size: int,
+    folder: Path,
+    library: Path,
+    transport: str,
+    count: int,
+    parent: int,
+    results: multiprocessing.SimpleQueue[object],
 ) -> None:
     die_with_parent(parent)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     assert dist.group.WORLD is not None
     channel = TorchAgreement(dist.group.WORLD)
-    measured = {"shm": measure_shm(channel, library, count), "gloo": measure_gloo(channel, max(10, count // 10))}
+    measured = measure(channel, transport, library, count)
     channel.agree("measured", None)
     if rank == 0:
         results.put(measured)
@@ -162,6 +278,7 @@ def table(measured: dict[str, Measurement]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--world-size", type=int, default=2, choices=(2, 4, 8))
+    parser.add_argument("--transport", default="shm", choices=("shm", "cuda"))
     parser.add_argument("--count", type=int, default=2000, help="operations a round (large all-reduces take fewer)")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
@@ -172,10 +289,12 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        library = build(folder)
+        library = build(folder, options.transport)
         results: multiprocessing.SimpleQueue[object] = context.SimpleQueue()
         processes = [
-            context.Process(target=rank_main, args=(rank, options.world_size, folder, library, options.count, os.getpid(), results))
+            context.Process(
+                target=rank_main, args=(rank, options.world_size, folder, library, options.transport, options.count, os.getpid(), results)
+            )
             for rank in range(options.world_size)
         ]
         for process in processes:

@@ -19,7 +19,9 @@
 // Tiles       a wave multiplies 16 x K by K x 16 into 16 x 16 fp32. fragment_row(lane, chunk), fragment_group(lane): a lane holds, of rows
 //             (or columns) fragment_row(lane, 0 .. kFragmentRows - 1), the fragment_group-th of the four runs that make a step: 8 bf16 of
 //             a 32-deep step, 4 fp32 of a 16-deep one. accumulator_row, accumulator_column(lane, i): the element of value i.
-//             multiply_bf16, multiply_f32(accumulator, a, b, columns): adds steps in order; columns from `columns` on need not be computed.
+//             multiply_bf16, multiply_f32(accumulator, a, b, columns): adds steps in order; columns from `columns` on need not be computed;
+//             for multiply_f32, b holds values of bf16 precision.
+//             widen_fp4(codes, scale code, pairs): eight E2M1 codes times an E8M0 scale, as four pairs of bf16.
 #pragma once
 
 #include "m3/types.h"

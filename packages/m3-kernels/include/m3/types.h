@@ -21,5 +21,6 @@ struct alignas(8) M3_MAY_ALIAS Bytes8 {
 };
 
 using AliasingBits32 M3_MAY_ALIAS = Bits32;
+using AliasingBits64 M3_MAY_ALIAS = Bits64;
 
 }  // namespace m3

@@ -244,7 +244,7 @@ class FfnChannel:
         self._addresses = torch.tensor([address + offset for address in peers.addresses], dtype=torch.int64)
         self._own = peers.addresses[peers.rank] + offset
         self._epoch_words = torch.zeros(EpochWords(grid).words, dtype=torch.int32)
-        self._injection = torch.zeros(2, dtype=torch.int32)
+        self._injection = torch.zeros(4, dtype=torch.int32)
         self._scratch: dict[int, Tensor] = {}
         self._busy = threading.Lock()
         self._closed = False
@@ -253,6 +253,11 @@ class FfnChannel:
     def epoch_words(self) -> Tensor:
         """int32 device tensor: the epoch, the claim word, the blocks' marks. A view of the live words."""
         return self._epoch_words
+
+    @property
+    def injection_words(self) -> Tensor:
+        """int32 device tensor: rank + 1 and delay in clock ticks of an injected fault, and two words that only test builds read."""
+        return self._injection
 
     def epoch(self) -> int:
         """Launches since the last reset."""

@@ -29,7 +29,7 @@ struct Arguments {
   unsigned char* scratch;      // private to one row count of one channel
   int* epoch_words;            // epoch, claim, marks
   const long long* peers;      // [world] addresses of the peer buffers, this rank's included
-  const int* injection;        // [2] rank + 1 (0: none), delay in ticks
+  const int* injection;        // [4] rank + 1 (0: none), delay in ticks; two more words for test builds
   Bits16* out;                 // bf16 [rows, hidden]
   Bits16* residual_out;        // bf16 [rows, hidden]
   long long wait_ticks;        // bound of every wait

@@ -107,7 +107,17 @@ struct Context {
   M3_DEVICE_METHOD void note(bool came) {
     if (!came) platform::set_flag(&shared.failed);
   }
-  M3_DEVICE_METHOD bool may_announce() { return !platform::flag_is_set(&shared.failed); }
+  // Whether the block may announce what `waiting` waits for. Garbage never travels under a valid tag.
+  M3_DEVICE_METHOD bool may_announce(Site waiting) { return !platform::flag_is_set(&shared.failed) && !is_withheld(waiting); }
+
+#ifdef M3_TEST_HOOKS
+  // Test builds let a rank keep back what one site waits for: injection[2] is rank + 1, injection[3] the site.
+  M3_DEVICE_METHOD bool is_withheld(Site waiting) const {
+    return arguments.injection[2] == line.rank + 1 && arguments.injection[3] == static_cast<int>(waiting);
+  }
+#else
+  M3_DEVICE_METHOD bool is_withheld(Site) const { return false; }
+#endif
 
   M3_DEVICE_METHOD bool is_padded(int row) const { return arguments.slots[row] < 0; }
 
@@ -164,10 +174,10 @@ M3_DEVICE_INLINE Tasks tasks_of_block(int start, int count) {
 
 // Ends a task whose data other blocks wait for: orders the block's data, then thread 0 announces it with `word`.
 template <class Shape>
-M3_DEVICE_INLINE void announce_data(Context<Shape>& context, Bits64* word) {
+M3_DEVICE_INLINE void announce_data(Context<Shape>& context, Site waiting, Bits64* word) {
   platform::drain_stores();
   platform::block_barrier();
-  if (platform::thread_index() == 0 && context.may_announce()) platform::announce_device(word, context.pair(0));
+  if (platform::thread_index() == 0 && context.may_announce(waiting)) platform::announce_device(word, context.pair(0));
 }
 
 }  // namespace m3::ffn

@@ -46,7 +46,7 @@ M3_DEVICE_INLINE void down_slot(Context<Shape>& context, int task, int expert, i
   WeightRing<DownSource<Format>, Format::kDepth> ring(source, blocks);
   wait_for_slot(context, slot);
   platform::Accumulator sum[kColumnTiles] = {};
-  for (int block = 0; block < blocks; ++block) {
+  M3_UNROLL for (int block = 0; block < blocks; ++block) {
     platform::FragmentBf16 weights[4];
     Format::widen(ring.take(block), weights);
     M3_UNROLL for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
@@ -104,7 +104,7 @@ M3_DEVICE_INLINE void down(Context<Shape>& context) {
     for (int item = platform::thread_index(); item < rows * protocol::DOWN_PAIRS; item += platform::block_threads()) {
       const int row = item / protocol::DOWN_PAIRS, in_task = item % protocol::DOWN_PAIRS;
       const int column_pair = task * protocol::DOWN_PAIRS + in_task;
-      if (column_pair >= protocol::column_pairs(hidden) || !context.may_announce()) continue;
+      if (column_pair >= protocol::column_pairs(hidden) || !context.may_announce(Site::FINAL)) continue;
       const Bits64 word = context.pair(protocol::pack_bf16_pair(combine(context, row, 2 * in_task), combine(context, row, 2 * in_task + 1)));
       for (int i = 0; i < shape.world(); ++i) {
         const int target = (context.line.rank + i) % shape.world();

@@ -42,7 +42,7 @@ M3_DEVICE_INLINE void advance_epoch(Context<Shape>& context) {
   const int next = static_cast<int>(context.tag.tag);
   platform::drain_stores();
   platform::block_barrier();
-  if (platform::thread_index() == 0 && context.may_announce()) platform::announce_int(words + protocol::mark_word(platform::block_index()), next);
+  if (platform::thread_index() == 0 && context.may_announce(Site::EPOCH)) platform::announce_int(words + protocol::mark_word(platform::block_index()), next);
   if (platform::block_index() != 0) return;
   bool came = true;
   for (int block = platform::thread_index(); block < platform::grid_blocks(); block += platform::block_threads()) {
@@ -51,7 +51,7 @@ M3_DEVICE_INLINE void advance_epoch(Context<Shape>& context) {
   }
   context.note(came);
   platform::block_barrier();
-  if (platform::thread_index() == 0 && context.may_announce()) platform::announce_int(words + protocol::EPOCH_WORD, next);
+  if (platform::thread_index() == 0 && !platform::flag_is_set(&context.shared.failed)) platform::announce_int(words + protocol::EPOCH_WORD, next);
 }
 
 // The step-end exchange, by one thread of the rank. The flags go out whatever happened before.
@@ -60,7 +60,7 @@ M3_DEVICE_INLINE void trade_fault_flags(Context<Shape>& context) {
   if (platform::block_index() != 0 || platform::thread_index() != 0) return;
   const FaultLine& line = context.line;
   constexpr int kPairWords = static_cast<int>(protocol::PAIR_BYTES);
-  for (int target = 0; target < line.world; ++target) {
+  for (int target = 0; target < line.world && !context.is_withheld(Site::HANDSHAKE); ++target) {
     platform::announce_system(peer_buffer(line, target) + protocol::handshake_pair(line.rank) / kPairWords,
                               context.pair(fault_is_set(line) ? 1 : 0));
   }

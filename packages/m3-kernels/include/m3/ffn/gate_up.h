@@ -97,7 +97,7 @@ M3_DEVICE_INLINE void gate_up_task(Context<Shape>& context, int expert, int slot
   platform::Accumulator gate_sum[kOwnSegments][kColumnTiles] = {}, up_sum[kOwnSegments][kColumnTiles] = {};
   M3_UNROLL for (int own = 0; own < kOwnSegments; ++own) {
     if (own >= own_segments) continue;
-    for (int i = 0; i < blocks_a_segment; ++i) {
+    M3_UNROLL for (int i = 0; i < blocks_a_segment; ++i) {
       const int step = own * blocks_a_segment + i, block = source.block_of(step);
       const typename Source::Step weights = ring.take(step);
       if (block >= blocks) continue;
@@ -130,7 +130,7 @@ M3_DEVICE_INLINE void gate_up_task(Context<Shape>& context, int expert, int slot
     platform::drain_stores();
     platform::block_barrier();
   }
-  if (platform::thread_index() == 0 && context.may_announce()) {
+  if (platform::thread_index() == 0 && context.may_announce(Site::DOWN)) {
     platform::announce_device(context.intermediate_pairs + protocol::intermediate_pair_index(intermediate, slot, tile), context.pair(0));
   }
 }

@@ -53,7 +53,7 @@ M3_DEVICE_INLINE void norm(Context<Shape>& context) {
       }
       platform::store_data(reinterpret_cast<Bytes16*>(context.x + protocol::x_index(hidden, row, column)), y);
     }
-    announce_data(context, context.x_ready_pairs + row);
+    announce_data(context, Site::ROUTER, context.x_ready_pairs + row);
   }
 }
 

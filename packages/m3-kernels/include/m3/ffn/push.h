@@ -14,7 +14,7 @@ M3_DEVICE_INLINE void push(Context<Shape>& context) {
     for (int item = platform::thread_index(); item < shape.rows() * protocol::PUSH_TRIPLES; item += platform::block_threads()) {
       const int row = item / protocol::PUSH_TRIPLES;
       const int triple = task * protocol::PUSH_TRIPLES + item % protocol::PUSH_TRIPLES;
-      if (triple >= triples) continue;
+      if (triple >= triples || !context.may_announce(Site::REDUCE)) continue;
       Bits32 value[protocol::COLUMNS_A_TRIPLE];
       for (int i = 0; i < protocol::COLUMNS_A_TRIPLE; ++i) {
         const int column = triple * protocol::COLUMNS_A_TRIPLE + i;

@@ -52,7 +52,7 @@ M3_DEVICE_INLINE void reduce(Context<Shape>& context) {
       M3_UNROLL for (int distance = kTriples / 2; distance > 0; distance /= 2) squares += platform::shuffle_xor(squares, distance);
       platform::drain_stores();
       platform::wave_barrier();
-      if (item < items && item % kTriples == 0 && context.may_announce()) {
+      if (item < items && item % kTriples == 0 && context.may_announce(Site::NORM)) {
         platform::announce_device(context.ssq_pairs + protocol::ssq_pair_index(hidden, row, task), context.pair(platform::float_to_bits(squares)));
       }
     }

@@ -53,7 +53,7 @@ M3_DEVICE_INLINE void route(Context<Shape>& context) {
       const float probability = sigmoid(logit);
       const float key = probability + context.arguments.router_bias[expert];
       work.probability[expert] = probability == probability ? probability : 0.0f;
-      work.key[expert] = key == key ? key : -__builtin_huge_valf();
+      work.key[expert] = key == key ? key : -platform::bits_to_float(0x7F800000u);
     }
     platform::block_barrier();
     // An expert's place is the number of experts that go before it; the order is total, so that every place below top_k is taken once.
@@ -68,7 +68,7 @@ M3_DEVICE_INLINE void route(Context<Shape>& context) {
     }
     platform::block_barrier();
     const int pick = platform::thread_index();
-    if (pick < top_k && context.may_announce()) {
+    if (pick < top_k && context.may_announce(Site::TABLE)) {
       float sum = work.probability[work.picked[0]];
       M3_UNROLL for (int k = 1; k < Shape::kMostTopK; ++k) {
         if (k < top_k) sum += work.probability[work.picked[k]];

@@ -78,7 +78,7 @@ M3_DEVICE_INLINE void announce_logits(Context<Shape>& context, int first_expert,
   const int hidden = context.shape.hidden(), experts = context.shape.experts();
   for (int item = platform::thread_index(); item < kTile * kTile; item += platform::block_threads()) {
     const int row = tile * kTile + item / kTile, expert = first_expert + item % kTile;
-    if (row >= context.shape.rows() || expert >= experts || !context.may_announce()) continue;
+    if (row >= context.shape.rows() || expert >= experts || !context.may_announce(Site::ROUTE)) continue;
     const float logit = sum_of_segments(context.shared.partial, 0, item, segments);
     platform::store_device(context.logit_pairs + protocol::logit_pair_index(hidden, experts, row, expert, part),
                            context.pair(platform::float_to_bits(logit)));
@@ -111,7 +111,7 @@ M3_DEVICE_INLINE void router(Context<Shape>& context) {
     platform::Accumulator sum[kOwnSegments][kColumnTiles] = {};
     M3_UNROLL for (int own = 0; own < kOwnSegments; ++own) {
       if (own >= own_segments) continue;
-      for (int step = 0; step < steps; ++step) {
+      M3_UNROLL for (int step = 0; step < steps; ++step) {
         const platform::FragmentF32 a[1] = {ring.take(own * steps + step)};
         M3_UNROLL for (int tile = 0; tile < kColumnTiles; ++tile) {
           if (tile >= column_tiles) continue;

@@ -57,11 +57,7 @@ M3_DEVICE_INLINE void pause() { cpu::current->pause(); }
 // ---- words ----
 // ThreadSanitizer does not model fences, so the order lives in the accesses: polls acquire, announcements release.
 
-#ifdef M3_DROP_RELEASE  // the negative control of the race tests
-constexpr std::memory_order kAnnounce = std::memory_order_relaxed;
-#else
 constexpr std::memory_order kAnnounce = std::memory_order_release;
-#endif
 
 M3_DEVICE_INLINE Bits64 load_device(const Bits64* word) {
   return std::atomic_ref<Bits64>(*const_cast<Bits64*>(word)).load(std::memory_order_acquire);
@@ -199,3 +195,9 @@ M3_DEVICE_INLINE void multiply_f32(Accumulator& sum, const FragmentF32 (&a)[kSte
 }  // namespace m3::platform
 
 #include "m3/platform/fp4_by_arithmetic.h"
+
+namespace m3::platform {
+
+M3_DEVICE_INLINE void widen_fp4(Bits32 codes, Bits32 scale_code, Bits32 (&pairs)[4]) { widen_fp4_by_arithmetic(codes, scale_code, pairs); }
+
+}  // namespace m3::platform

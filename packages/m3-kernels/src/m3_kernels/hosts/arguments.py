@@ -24,7 +24,24 @@ class Constants(ctypes.Structure):
     ]
 
 
-_POINTERS = "part residual slots post_norm router router_bias w13 s13 w2 s2 scratch epoch_words peers injection out residual_out".split()
+_POINTERS = (
+    "part",
+    "residual",
+    "slots",
+    "post_norm",
+    "router",
+    "router_bias",
+    "w13",
+    "s13",
+    "w2",
+    "s2",
+    "scratch",
+    "epoch_words",
+    "peers",
+    "injection",
+    "out",
+    "residual_out",
+)
 
 
 class Arguments(ctypes.Structure):

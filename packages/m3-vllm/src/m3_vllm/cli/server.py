@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +31,8 @@ log = structlog.get_logger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 MARK = "M3_SERVER_MARK"
-"""Environment variable with a value of this server's own, which every process that descends from it inherits."""
+"""Environment variable with a value of this server's own, which its descendants inherit. A process that changes its title (vLLM's
+workers do) overwrites what /proc shows of its environment; it is known by its session."""
 POLL_SECONDS = 0.1
 
 
@@ -61,7 +62,7 @@ class Stopped:
     Attributes:
         code: its exit code; None if it never started.
         processes: "pid command" of its processes that still ran; they have been killed since.
-        segments: names in /dev/shm that appeared while it ran, outlived it and are mapped by nobody.
+        segments: names in /dev/shm that its processes mapped and that outlived them.
     """
 
     code: int | None
@@ -109,7 +110,6 @@ class Server:
     _log: IO[bytes] | None = field(default=None, init=False)
     _stopped: Stopped | None = field(default=None, init=False)
     _mark: str = field(factory=lambda: secrets.token_hex(8), init=False)
-    _segments_before: frozenset[str] = field(default=frozenset(), init=False)
 
     def __enter__(self) -> Server:
         """Start and wait; stops what it started if the wait fails."""
@@ -141,7 +141,6 @@ class Server:
         """Start the process; returns at once."""
         if self._process is not None:
             raise ResourceError(f"the server already runs as process {self._process.pid}; make another Server")
-        self._segments_before = _segments()
         self.port = self.port or _free_port()
         command = [
             sys.executable,
@@ -231,6 +230,7 @@ class Server:
             return self._stopped or Stopped(code=None)
         begin = time.monotonic()
         deadline = begin + self.stop_seconds
+        own = _mapped(self.processes())
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
@@ -246,11 +246,10 @@ class Server:
         process.wait(self.stop_seconds)
         if self._log is not None:
             self._log.close()
-        new = _segments() - self._segments_before
         self._stopped = Stopped(
             code=process.returncode,
             processes=tuple(f"{pid} {command}" for pid, command in remaining.items()),
-            segments=tuple(sorted(new - _mapped(new))),
+            segments=tuple(sorted(name for name in own if (SHARED_MEMORY / name).exists())),
         )
         log.info("server_stopped", seconds=round(time.monotonic() - begin, 1), code=process.returncode, problem=self._stopped.problem())
         return self._stopped
@@ -277,23 +276,18 @@ class Server:
         return connection
 
     def processes(self) -> dict[int, str]:
-        """Living processes that descend from the server, itself included: process id -> command line, which vLLM sets to a name.
-
-        They are in its session, whatever they call themselves; one that left the session is known by the mark in its environment
-        (which a process that renames itself overwrites).
-        """
-        session = self._process.pid if self._process is not None else None
+        """Living processes of this server's session or with its mark: process id -> command line, which vLLM sets to a name."""
+        leader = self._running().pid
         mark = f"{MARK}={self._mark}".encode()
         found: dict[int, str] = {}
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit():
                 continue
             try:
-                # After the command in parentheses: state, parent, process group, session.
-                state, _, _, its_session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-                if state == "Z" or (int(its_session) != session and mark not in (folder / "environ").read_bytes().split(b"\0")):
-                    continue
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                # After the name in brackets: state, parent, group, session.
+                state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+                if state != "Z" and (int(session) == leader or mark in (folder / "environ").read_bytes().split(b"\0")):
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             except OSError:
                 # Ended meanwhile, or another user's: not ours to wait for.
                 continue
@@ -314,21 +308,16 @@ def _free_port() -> int:
         return port
 
 
-def _segments() -> frozenset[str]:
-    return frozenset(entry.name for entry in SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else frozenset()
-
-
-def _mapped(names: frozenset[str]) -> set[str]:
-    """Those of ``names`` that a living process maps: another program's, not a leftover."""
-    mapped: set[str] = set()
-    for folder in Path("/proc").iterdir():
-        if names - mapped and folder.name.isdigit():
-            try:
-                maps = (folder / "maps").read_text(errors="replace")
-            except OSError:
-                continue
-            mapped |= {name for name in names if f"{SHARED_MEMORY}/{name}" in maps}
-    return mapped
+def _mapped(processes: Iterable[int]) -> frozenset[str]:
+    """Names in /dev/shm that any of the processes maps."""
+    names: set[str] = set()
+    for pid in processes:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        names.update(line.partition(f" {SHARED_MEMORY}/")[2] for line in lines)
+    return frozenset(name for name in names if name and not name.endswith(" (deleted)"))
 
 
 def _wait_for_end(pid: int, deadline: float) -> None:

@@ -5,7 +5,9 @@ Everything that decides is the same on every rank: the configuration, the agreed
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import json
 import weakref
 from collections.abc import Iterator, Mapping
@@ -294,6 +296,9 @@ def build(layers: Mapping[int, SparseLayer], config: Any, constants: FfnConstant
     steps.publish()
     # vLLM tells a model nothing at shutdown. Runs at the interpreter's exit too; holds the parts, not the object it waits for.
     weakref.finalize(steps, _release, steps.executor, steps.board)
+    # vLLM kills a worker that has not ended 5 s after its last request, and what it shares with its peers then stays in /dev/shm.
+    # Most of that time is the interpreter's last search for garbage, through everything that torch and vLLM imported.
+    atexit.register(gc.freeze)
     return steps
 
 
