@@ -223,6 +223,10 @@ class Server:
                     yield json.loads(text.removeprefix("data: "))
         raise ResourceError(f"the stream of {path} ended before its last event; the end of {self.log_file}:\n{self.tail()}")
 
+    def segments(self) -> frozenset[str]:
+        """Names in /dev/shm that its processes map now."""
+        return _mapped(self.processes())
+
     def stop(self) -> Stopped:
         """SIGTERM, wait within ``stop_seconds``, then look for what is left and end it; a second call returns the same."""
         process = self._process
@@ -230,7 +234,7 @@ class Server:
             return self._stopped or Stopped(code=None)
         begin = time.monotonic()
         deadline = begin + self.stop_seconds
-        own = _mapped(self.processes())
+        own = self.segments()
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import json
 import weakref
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -16,7 +15,7 @@ from typing import Any
 
 import structlog
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
@@ -24,13 +23,13 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from m3_comm.agreement import LocalAgreement, TorchAgreement, joint_stage
 from m3_comm.reaper import reap
 from m3_comm.transports.shm import ShmTransport
-from m3_core.epochs import EPOCH_LIMIT, EpochBudget
 from m3_core.errors import CollectiveError, M3Error, RefusalError
 from m3_core.plan import GraphMode, StepFacts, StepPlan, plan_step
 from m3_core.ports import AgreementChannel
-from m3_kernels.ffn import ExpertFormat, FfnConstants, FfnShape, FfnWeights
+from m3_kernels.ffn import FfnConstants, FfnWeights
 from m3_vllm.adapters.cpu.layers import LayerCallable, SparseLayer
 from m3_vllm.adapters.cpu.paging import BlockSparseMetadata
+from m3_vllm.adapters.cpu.refusals import LaunchRequest, agreed_refusals
 from m3_vllm.executor import FfnExecutor
 from m3_vllm.executor import SparseLayer as ExecutorLayer
 from m3_vllm.settings import Experts, Mode, Settings
@@ -48,66 +47,6 @@ def tensor_parallel_channel() -> AgreementChannel:
     """The host's agreement between the ranks of vLLM's tensor-parallel group."""
     group = get_tp_group()
     return LocalAgreement() if group.world_size == 1 else TorchAgreement(group.cpu_group)
-
-
-def agreed_refusals(channel: AgreementChannel, reasons: list[str]) -> tuple[str, ...]:
-    """Every rank's reasons not to build the launches; a collective. Equal reasons of several ranks are named once."""
-    ranks = channel.gather("adapter.refusals", json.dumps(reasons).encode())
-    found: dict[str, list[int]] = {}
-    for rank, payload in enumerate(ranks):
-        for reason in json.loads(payload):
-            found.setdefault(reason, []).append(rank)
-    return tuple(reason if len(where) == len(ranks) else f"{reason} (on rank {where})" for reason, where in found.items())
-
-
-@frozen
-class LaunchRequest:
-    """What is needed to build the launches, or why they cannot be built.
-
-    Attributes:
-        shape: sizes on this rank; None if they are refused.
-        budget: when an epoch reset falls; None if the setting is refused.
-        reasons: every reason against building.
-    """
-
-    shape: FfnShape | None
-    budget: EpochBudget | None
-    reasons: tuple[str, ...]
-
-    @classmethod
-    def collect(cls, config: Any, layers: int, ranks: int, max_rows: int, settings: Settings, format: ExpertFormat) -> LaunchRequest:
-        """Check sizes and settings on this rank alone.
-
-        Args:
-            config: the checkpoint's text configuration.
-            layers: number of sparse layers.
-            ranks: tensor-parallel width.
-            max_rows: rows of the widest launch.
-            settings: m3's settings.
-            format: how the experts are held.
-        """
-        reasons: list[str] = []
-        shape: FfnShape | None = None
-        try:
-            shape = FfnShape(
-                hidden=config.hidden_size,
-                intermediate=config.intermediate_size // ranks,
-                experts=config.num_local_experts,
-                top_k=config.num_experts_per_tok,
-                world_size=ranks,
-                max_rows=max_rows,
-            )
-        except RefusalError as error:
-            reasons += error.reasons
-        else:
-            reasons += shape.format_reasons(format)
-        budget = EpochBudget(layers)
-        if settings.reset_steps is not None:
-            if settings.reset_steps > budget.reset_step:
-                reasons.append(f"reset_steps={settings.reset_steps} is above {budget.reset_step}, the last safe step for {layers} layers")
-            else:
-                budget = EpochBudget(layers, uncounted=EPOCH_LIMIT - settings.reset_steps * layers)
-        return cls(shape, budget, tuple(reasons))
 
 
 class StepKind(Enum):
