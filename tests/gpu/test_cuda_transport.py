@@ -1,19 +1,21 @@
-"""The CUDA transport on a real GPU, several processes on one device: ``pytest -m gpu tests/gpu``.
+"""The CUDA transport on real GPUs: ``python3 -m pytest -m gpu tests/gpu -v --durations=0``.
 
-Without MPS the processes' launches take turns, so the waits here are generous and the counts small. No test of this folder may use the
-GPU in the test process itself: ranks are forked from it.
+Rank r has device r modulo their number. Processes that share a device without MPS take turns on it, each for a time slice of the driver's
+(some milliseconds), so the waits here are generous and the counts small. No test of this folder may use a GPU in the test process
+itself: ranks are forked from it, and a context does not survive a fork. Free memory is therefore asked of NVML, which makes none.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +26,22 @@ from m3_comm.agreement import TorchAgreement
 from m3_comm.flight import FlightClock, FlightRecorder
 from m3_comm.flight_report import read
 from m3_comm.peer_buffer import PeerBuffer, Stage
-from m3_comm.testing import RankRunner
+from m3_comm.testing import Outcome, RankRunner
 from m3_comm.transports.base import Allocation, Mapping
 from m3_comm.transports.cuda import CudaTransport
 from m3_core.errors import CollectiveError, ResourceClosed, ResourceError
 from m3_core.flight import FlightEvent
 
-pytestmark = pytest.mark.gpu
+# The runner's bound names the rank and what it does; the test's own is for everything else.
+RUN_BOUND = 60.0
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
 NBYTES = 5_243_136  # a TP4 peer buffer of the published shape
 WORLDS = (2, 4)
 BOUND = 5 * 10**9  # nanoseconds of a wait in a kernel
 DEAD_BOUND = 2 * 10**9
 ROOT = Path(__file__).parents[2]
+Ranks = Callable[..., list[Outcome]]
 
 
 @pytest.fixture(scope="session")
@@ -45,32 +50,66 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tmp_path_factory.mktemp("kernels") / "mailbox.so"
     include = ROOT / "packages" / "m3-kernels" / "include"
     command = [compiler, "-std=c++17", "-arch=native", "-O2", "-shared", "-Xcompiler", "-fPIC", f"-I{include}"]
-    subprocess.run([*command, str(ROOT / "benchmarks" / "mailbox.cu"), "-o", str(library)], check=True)
+    subprocess.run([*command, str(ROOT / "benchmarks" / "mailbox.cu"), "-o", str(library)], check=True, timeout=120)
     return library
 
 
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class Memory:
+    """The devices' memory as NVML counts it: without a context, in microseconds."""
+
+    def __init__(self) -> None:
+        self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        count = ctypes.c_uint()
+        assert self._nvml.nvmlInit_v2() == 0
+        assert self._nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
+        self._devices = []
+        for index in range(count.value):
+            device = ctypes.c_void_p()
+            assert self._nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0
+            self._devices.append(device)
+
+    def free_bytes(self) -> int:
+        found = _NvmlMemory()
+        total = 0
+        for device in self._devices:
+            assert self._nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(found)) == 0
+            total += found.free
+        return total
+
+
+@pytest.fixture(scope="session")
+def memory() -> Memory:
+    return Memory()
+
+
 @pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[RankRunner]:
-    """Ranks as processes; afterwards the GPU has as much free memory as before."""
+def ranks(tmp_path: Path, memory: Memory) -> Iterator[Ranks]:
+    """Ranks as processes; afterwards the GPUs have as much free memory as before."""
     runner = RankRunner(tmp_path)
-    before = _free_bytes()
-    yield runner
+    before = memory.free_bytes()
+    yield functools.partial(runner, bound=RUN_BOUND)
     assert runner.segments_left() == []
     deadline = time.monotonic() + 20
     # The driver gives a killed process's memory back a moment after the process is gone.
-    while (after := _free_bytes()) < before - 2**24 and time.monotonic() < deadline:
+    while (after := memory.free_bytes()) < before - 2**24 and time.monotonic() < deadline:
         pass
     assert after >= before - 2**24, f"{before - after} bytes of device memory did not come back"
 
 
-def _free_bytes() -> int:
-    command = [sys.executable, "-c", "import torch; print(torch.cuda.mem_get_info(0)[0])"]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+def _device(rank: int) -> int:
+    """Select the rank's device for torch, and return its ordinal."""
+    device = rank % torch.cuda.device_count()
+    torch.cuda.set_device(device)
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return device
 
 
-def _transport() -> CudaTransport:
-    torch.cuda.init()
-    return CudaTransport(0)
+def _transport(rank: int) -> CudaTransport:
+    return CudaTransport(_device(rank))
 
 
 class Kernels:
@@ -93,20 +132,21 @@ class Kernels:
         return int(getattr(self._library, name)(*arguments, ctypes.addressof(self.status)))
 
 
-def _checked(outcomes: list[Any], victim: int | None = None) -> list[Any]:
+def _checked(outcomes: list[Outcome], victim: int | None = None) -> list[Any]:
     for rank, outcome in enumerate(outcomes):
         if rank == victim:
             assert outcome.exit_code == -signal.SIGKILL
         else:
-            assert outcome.error is None, outcome.trace
+            assert outcome.error is None, f"{outcome.error}\n{outcome.trace}"
+            assert outcome.exit_code == 0
     return [outcome.value for outcome in outcomes]
 
 
 def _share(channel: TorchAgreement) -> None:
     rank, world_size = channel.rank, channel.world_size
-    transport = _transport()
+    transport = _transport(channel.rank)
     buffer = PeerBuffer.create(channel, transport, NBYTES)
-    assert buffer.address_table.device == torch.device("cuda", 0)
+    assert buffer.address_table.device == transport.device
     assert buffer.address_table.tolist() == list(buffer.addresses)
     assert int(buffer.bytes.count_nonzero()) == 0
     channel.agree("checked", None)
@@ -127,13 +167,13 @@ def _share(channel: TorchAgreement) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_every_process_reaches_every_buffer(ranks: RankRunner, world_size: int) -> None:
+def test_every_process_reaches_every_buffer(ranks: Ranks, world_size: int) -> None:
     _checked(ranks(world_size, _share))
 
 
 def _mailbox(channel: TorchAgreement, library: Path, count: int) -> dict[str, float]:
     rank, world_size = channel.rank, channel.world_size
-    transport = _transport()
+    transport = _transport(channel.rank)
     buffer = PeerBuffer.create(channel, transport, NBYTES)
     kernels = Kernels(library)
     table = buffer.address_table.data_ptr()
@@ -157,15 +197,16 @@ def _mailbox(channel: TorchAgreement, library: Path, count: int) -> dict[str, fl
     assert kernels("mailbox_all_reduce", *arguments) == 0
     assert out.tolist() == [world_size * (world_size + 1) / 2] * 256
     results["all-reduce 1024"] = kernels.status[1] / count
+    results["devices"] = torch.cuda.device_count()
     channel.agree("done", None)
     buffer.close()
     return results
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_a_mailbox_passes_pairs_between_processes(ranks: RankRunner, kernels: Path, world_size: int) -> None:
-    values = _checked(ranks(world_size, _mailbox, kernels, 20, timeout=120.0))
-    print(f"\n{world_size} processes on one GPU, nanoseconds: {values[0]}")
+def test_a_mailbox_passes_pairs_between_processes(ranks: Ranks, kernels: Path, world_size: int) -> None:
+    values = _checked(ranks(world_size, _mailbox, kernels, 20))
+    print(f"\n{world_size} processes, nanoseconds: {values[0]}")
 
 
 class DiesAt(CudaTransport):
@@ -201,8 +242,7 @@ STAGE_OF = {"allocate": Stage.ALLOCATE, "export": Stage.EXCHANGE, "open": Stage.
 
 
 def _killed_in_construction(channel: TorchAgreement, operation: str, victim: int) -> tuple[float, str]:
-    torch.cuda.init()
-    transport = DiesAt(0)
+    transport = DiesAt(_device(channel.rank))
     transport.operation = operation if channel.rank == victim else ""
     channel.agree("before", None)
     start = time.monotonic()
@@ -214,7 +254,7 @@ def _killed_in_construction(channel: TorchAgreement, operation: str, victim: int
 
 @pytest.mark.parametrize("operation", STAGE_OF)
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_a_process_killed_in_construction_is_named(ranks: RankRunner, operation: str, world_size: int) -> None:
+def test_a_process_killed_in_construction_is_named(ranks: Ranks, operation: str, world_size: int) -> None:
     victim = world_size - 1
     values = _checked(ranks(world_size, _killed_in_construction, operation, victim), victim)
     for rank, value in enumerate(values):
@@ -226,7 +266,7 @@ def test_a_process_killed_in_construction_is_named(ranks: RankRunner, operation:
 
 def _killed_in_a_launch(channel: TorchAgreement, library: Path, victim: int, folder: Path) -> tuple[int, float]:
     rank, world_size = channel.rank, channel.world_size
-    transport = _transport()
+    transport = _transport(channel.rank)
     buffer = PeerBuffer.create(channel, transport, NBYTES)
     recorder = FlightRecorder.create(channel, launches=8, host_records=8, device=transport)
     kernels = Kernels(library)
@@ -254,7 +294,7 @@ def _killed_in_a_launch(channel: TorchAgreement, library: Path, victim: int, fol
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_a_launch_whose_peer_was_killed_ends_and_names_it(ranks: RankRunner, kernels: Path, world_size: int, tmp_path: Path) -> None:
+def test_a_launch_whose_peer_was_killed_ends_and_names_it(ranks: Ranks, kernels: Path, world_size: int, tmp_path: Path) -> None:
     victim = 1
     values = _checked(ranks(world_size, _killed_in_a_launch, kernels, victim, tmp_path), victim)
     for rank, value in enumerate(values):
@@ -288,12 +328,12 @@ except ResourceError as error:
 ])  # fmt: skip
 def test_foreign_pointers_are_refused_by_name(kind: str, configuration: str, named: str) -> None:
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": configuration}
-    done = subprocess.run([sys.executable, "-c", FOREIGN, kind], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run([sys.executable, "-c", FOREIGN, kind], capture_output=True, text=True, env=environment, check=True, timeout=60)
     assert f"cannot be shared: it is {named}" in done.stdout
 
 
 def _too_much(channel: TorchAgreement) -> str:
-    transport = _transport()
+    transport = _transport(channel.rank)
     nbytes = 2**46 if channel.rank == 1 else NBYTES
     with pytest.raises(ResourceError, match="CUDA_ERROR_OUT_OF_MEMORY"):
         transport.allocate(2**46)
@@ -303,13 +343,13 @@ def _too_much(channel: TorchAgreement) -> str:
     return str(caught.value)
 
 
-def test_unequal_sizes_are_named_before_anything_is_allocated(ranks: RankRunner) -> None:
+def test_unequal_sizes_are_named_before_anything_is_allocated(ranks: Ranks) -> None:
     for value in _checked(ranks(2, _too_much)):
         assert f"rank 1: nbytes is {2**46}" in value
 
 
 def _recorded(channel: TorchAgreement, library: Path, folder: Path) -> float:
-    transport = _transport()
+    transport = _transport(channel.rank)
     kernels = Kernels(library)
     clock = FlightClock(10**9, 0, 0)
     recorder = FlightRecorder.create(channel, launches=64, host_records=8, clock=clock, device=transport)
@@ -325,6 +365,6 @@ def _recorded(channel: TorchAgreement, library: Path, folder: Path) -> float:
     return kernels.status[1] / count
 
 
-def test_a_launch_writes_flight_records_into_host_memory(ranks: RankRunner, kernels: Path, tmp_path: Path) -> None:
+def test_a_launch_writes_flight_records_into_host_memory(ranks: Ranks, kernels: Path, tmp_path: Path) -> None:
     (value,) = _checked(ranks(1, _recorded, kernels, tmp_path))
     print(f"\nflight record from the GPU: {value:.0f} ns each")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
+import os
+import signal
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,9 @@ from m3_comm.transports.segments import DEFAULT_DIRECTORY, segments
 RUN_BOUND_SECONDS = 120.0
 """Only a broken test gets near it: no rank is left running when a run ends."""
 
+_STACK_SIGNAL = signal.SIGUSR1
+_STACK_SECONDS = 5.0
+
 
 @attrs.frozen
 class Outcome:
@@ -28,7 +36,8 @@ class Outcome:
 
     Attributes:
         value: what its function returned, None if it did not return.
-        error: type and text of the exception that left it, None if none did.
+        error: type and text of the exception that left it, None if none did; for a rank that had to be killed because the run's bound
+            was over, what it was doing.
         trace: that exception's traceback.
         exit_code: of the process; negative for the signal that killed it.
     """
@@ -65,45 +74,85 @@ class RankRunner:
             function: gets the rank's ``TorchAgreement`` first.
             args: the same for every rank.
             timeout: of the agreement, in seconds.
-            bound: of the whole run, in seconds; ranks that still run then are killed.
+            bound: of the whole run, in seconds; ranks that still run then are killed, and their outcomes say where they were.
         """
-        context = multiprocessing.get_context("fork")
         self._runs += 1
         store = str(self._folder / f"store{self._runs}")
-        processes, pipes = [], []
-        for rank in range(world_size):
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(function, rank, world_size, store, timeout, args, theirs))
-            process.start()
-            assert process.pid is not None
-            self.started.add(process.pid)
-            theirs.close()
-            processes.append(process)
-            pipes.append(mine)
-        outcomes: list[Outcome] = []
+        ranks = [_Rank.start(rank, function, world_size, store, timeout, args) for rank in range(world_size)]
+        self.started.update(rank.process.pid for rank in ranks if rank.process.pid is not None)
+        deadline = time.monotonic() + bound
         try:
-            for process, pipe in zip(processes, pipes, strict=True):
-                value, error, trace = None, None, ""
-                if wait([pipe], bound):
-                    with contextlib.suppress(EOFError):
-                        value, error, trace = pipe.recv()
-                process.join(bound)
-                outcomes.append(Outcome(value, error, trace, process.exitcode))
+            return [rank.outcome(deadline, bound) for rank in ranks]
         finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-        return outcomes
+            for rank in ranks:
+                rank.end()
 
     def segments_left(self) -> list[str]:
         """Names of shared-memory segments that ranks of this runner left; other programs' do not count."""
         return [str(segment) for segment in segments(DEFAULT_DIRECTORY) if segment.owner.process in self.started]
 
 
+@attrs.frozen
+class _Rank:
+    """A started rank, the pipe of its outcome, and the pipe into which it writes its stack when asked."""
+
+    number: int
+    process: ForkProcess
+    answer: Connection
+    stack: int
+
+    @classmethod
+    def start(cls, number: int, function: Callable[..., Any], world_size: int, store: str, timeout: float, args: tuple[Any, ...]) -> _Rank:
+        context = multiprocessing.get_context("fork")
+        mine, theirs = context.Pipe(duplex=False)
+        read_stack, write_stack = os.pipe()
+        process = context.Process(target=_rank_main, args=(function, number, world_size, store, timeout, args, theirs, write_stack))
+        process.start()
+        theirs.close()
+        os.close(write_stack)
+        return cls(number, process, mine, read_stack)
+
+    def outcome(self, deadline: float, bound: float) -> Outcome:
+        value, error, trace = None, None, ""
+        if wait([self.answer], max(deadline - time.monotonic(), 0.0)):
+            with contextlib.suppress(EOFError):
+                value, error, trace = self.answer.recv()
+            self.process.join(max(deadline - time.monotonic(), 1.0))
+        if self.process.is_alive():
+            error = f"rank {self.number} did not end within {bound:g} s and was killed; it was at:\n{self._where()}"
+        return Outcome(value, error, trace, self.process.exitcode)
+
+    def _where(self) -> str:
+        """Ask for the stacks of all threads, then kill."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, _STACK_SIGNAL)
+        wait([self.stack], _STACK_SECONDS)
+        self.process.kill()
+        self.process.join()
+        text = b""
+        while part := os.read(self.stack, 65536):
+            text += part
+        return text.decode(errors="replace") or "nothing: it does not handle signals (stopped, or in the kernel)"
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.answer.close()
+        os.close(self.stack)
+
+
 def _rank_main(
-    function: Callable[..., Any], rank: int, world_size: int, store: str, timeout: float, args: tuple[Any, ...], pipe: Connection
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    timeout: float,
+    args: tuple[Any, ...],
+    pipe: Connection,
+    stack: int,
 ) -> None:
+    faulthandler.register(_STACK_SIGNAL, file=stack, all_threads=True)
     value: Any = None
     error: str | None = None
     trace = ""
