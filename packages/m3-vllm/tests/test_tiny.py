@@ -46,7 +46,9 @@ def test_published_names_shapes_and_types(written: Path) -> None:
         full = "gate.weight" in name or "bias" in name
         assert tensors[name].dtype == (torch.float32 if full else torch.bfloat16), name
     assert "language_model.model.layers.2.self_attn.index_q_proj.weight" not in tensors
-    # 6 layers: 9 + 1 in the three dense ones ..., counted by what a sparse layer adds to a dense one.
+    # Special tokens are never the best ones.
+    assert (tensors["language_model.lm_head.weight"][:3] == 0).all()
+    # Norms and projections of attention; then the network, or index branch, router with bias, experts and the shared one.
     dense, sparse = 8 + 3, 8 + 4 + 2 + 3 * 4 + 3
     assert len(tensors) == 3 + 3 * dense + 3 * sparse
 

@@ -5,7 +5,7 @@ import torch
 
 from m3_core.errors import ConfigurationError, ProtocolError
 from m3_kernels.ffn import ExpertFormat, FfnConstants, FfnWeights
-from m3_kernels.reference.arithmetic import ROUNDED
+from m3_kernels.reference.arithmetic import ROUNDED, block_order, segment_of_blocks
 from m3_kernels.reference.half import half
 from m3_kernels.reference.route import route
 from m3_kernels.reference.router import router
@@ -76,6 +76,22 @@ def test_each_ranks_part_is_the_references(format: ExpertFormat) -> None:
         assert (part[1] == 0).all()
 
 
+def test_packed_experts_add_in_their_own_order() -> None:
+    """Columns of very different size: otherwise sums of MXFP4 products are exact in float32, whatever their order."""
+    experts = loaded(0, 1)
+    experts.quantise()
+    experts.prepare()
+    assert experts._gate_up is not None
+    rows = (random(8, HIDDEN, seed=5) * torch.exp2(random(HIDDEN, seed=6, std=6.0).round())).bfloat16()
+    product = experts._gate_up.product(rows, torch.full((8,), 2))
+    sums = {
+        grouped: ROUNDED.dot(rows.float(), experts.w13[2].float(), block_order(HIDDEN, grouped=grouped), segment_of_blocks(HIDDEN))
+        for grouped in (True, False)
+    }
+    assert torch.equal(product, sums[True])
+    assert not torch.equal(product, sums[False])
+
+
 def test_quantised_experts_compute_from_quantised_values() -> None:
     plain, quantised = loaded(0, 1), loaded(0, 1)
     quantised.quantise()
@@ -86,12 +102,13 @@ def test_quantised_experts_compute_from_quantised_values() -> None:
 
 
 def test_slices_of_a_rank() -> None:
-    gate, down = random(INTERMEDIATE, HIDDEN, seed=1).bfloat16(), random(HIDDEN, INTERMEDIATE, seed=2).bfloat16()
+    gate, up = random(INTERMEDIATE, HIDDEN, seed=1).bfloat16(), random(INTERMEDIATE, HIDDEN, seed=3).bfloat16()
+    down = random(HIDDEN, INTERMEDIATE, seed=2).bfloat16()
     experts = Experts(EXPERTS, HIDDEN, INTERMEDIATE, rank=1, ranks=2)
-    assert experts.load(2, Projection.GATE, gate) == experts.load(2, Projection.UP, gate) == "w13"
+    assert experts.load(2, Projection.GATE, gate) == experts.load(2, Projection.UP, up) == "w13"
     assert experts.load(EXPERTS, Projection.DOWN, down) == "w2"
     own = slice(INTERMEDIATE // 2, INTERMEDIATE)
-    assert torch.equal(experts.w13[2], torch.cat([gate[own], gate[own]]))
+    assert torch.equal(experts.w13[2], torch.cat([gate[own], up[own]]))
     assert torch.equal(experts.w2[EXPERTS], down[:, own])
     missing = experts.missing()
     assert len(missing) == 3 * (EXPERTS + 1) - 3
