@@ -130,7 +130,7 @@ def ended_well(events: Iterator[dict[str, Any]]) -> bool:
 
 def test_a_killed_rank_ends_the_server(checkpoint: Path, tmp_path: Path) -> None:
     """SIGKILL of a worker while it decodes: the request fails, the server ends by itself, no process and no segment of m3 stays."""
-    settings = {"mode": "require", "wait_seconds": 2.0}
+    settings = {"mode": "require", "wait_seconds": 2.0, "flight_directory": str(tmp_path / "flight")}
     server = Server(model=checkpoint, log_file=tmp_path / "server.log", settings=settings, arguments=ARGUMENTS)
     segments: frozenset[str] = frozenset()
     server.start()
