@@ -29,7 +29,10 @@
 #ifdef M3_ASAN
 #include <sanitizer/common_interface_defs.h>
 #endif
-#if !defined(__x86_64__)
+// Other processors switch through the C library, which is slower (it saves the signal mask by a system call).
+#if defined(__x86_64__) && !defined(M3_PORTABLE_FIBERS)
+#define M3_FIBER_ASSEMBLY 1
+#else
 #include <ucontext.h>
 #endif
 
@@ -41,7 +44,7 @@
 #define M3_SWITCHES_STACK __attribute__((noinline))
 #endif
 
-#if defined(__x86_64__)
+#ifdef M3_FIBER_ASSEMBLY
 extern "C" void m3_fiber_switch(void** save_stack_pointer, void* load_stack_pointer);
 // The six callee-saved registers of the System V ABI travel on the stack; the control words of the FPU are the same in all fibers.
 asm(R"(
@@ -88,7 +91,7 @@ class Context {
 #ifdef M3_TSAN
     __tsan_switch_to_fiber(to.tsan_, __tsan_switch_to_fiber_no_sync);
 #endif
-#if defined(__x86_64__)
+#ifdef M3_FIBER_ASSEMBLY
     m3_fiber_switch(&from.stack_pointer_, to.stack_pointer_);
 #else
     swapcontext(&from.context_, &to.context_);
@@ -108,7 +111,7 @@ class Context {
  protected:
   const void* stack_ = nullptr;
   std::size_t stack_bytes_ = 0;
-#if defined(__x86_64__)
+#ifdef M3_FIBER_ASSEMBLY
   void* stack_pointer_ = nullptr;
 #else
   ucontext_t context_{};
@@ -155,7 +158,7 @@ class Fiber : public Context {
   // would compete for the same few cache sets: fiber `index` leaves some lines unused at its top.
   void start_at(void (*entry)(), int index) {
     const std::size_t unused = static_cast<std::size_t>(index % kColours) * kColourBytes;
-#if defined(__x86_64__)
+#ifdef M3_FIBER_ASSEMBLY
     void** top = reinterpret_cast<void**>(static_cast<char*>(const_cast<void*>(stack_)) + kStackBytes - unused);
     *--top = nullptr;  // the return address that `entry` would use; also aligns the stack as a call does
     *--top = reinterpret_cast<void*>(entry);
