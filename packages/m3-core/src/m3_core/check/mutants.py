@@ -229,9 +229,10 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "epoch-from-host",
         "a replayed graph runs with the epoch of its capture",
-        _small(epoch_on_device=False),
+        Rules(tags=TWO_BIT_TAGS, epoch_on_device=False),
         Scope(launches=2),
         Property.STALE,
+        Rules(tags=TWO_BIT_TAGS),
     ),
     Mutant(
         "epoch-before-marks",
@@ -405,18 +406,25 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "padded-rank-skips",
         "a rank whose rows are all padded leaves the exchange out",
-        _small(padding_is_exchanged=False),
+        Rules(tags=TWO_BIT_TAGS, padding_is_exchanged=False),
         Scope(launches=2),
         Property.OVERWRITE,
+        Rules(tags=TWO_BIT_TAGS),
     ),
     Mutant(
-        "unequal-launches", "one rank runs one launch fewer in some steps", _small(equal_launches=False), Scope(launches=2), Property.WAIT
+        "unequal-launches",
+        "one rank runs one launch fewer in some steps",
+        Rules(tags=TWO_BIT_TAGS, equal_launches=False),
+        Scope(launches=2),
+        Property.WAIT,
+        Rules(tags=TWO_BIT_TAGS),
     ),
     Mutant(
         "reset-decided-alone",
         "one rank counts a step more than the others and resets alone",
-        _small(resets_together=False),
+        Rules(tags=TWO_BIT_TAGS, resets_together=False),
         _ONE,
         Property.WAIT,
+        Rules(tags=TWO_BIT_TAGS),
     ),
 )
