@@ -49,6 +49,15 @@ ARITHMETIC = {
     "start": (0, 80, 192, 208),
     "grid": (1, 7, 256),
     "timeline_blocks": (0, 7, 256),
+    "launches": (1, 3, 4096),
+    "host_records": (0, 1, 4096),
+    "event": (1, 2, 3, 4, 5, 16),
+    "block": (0, 2**24 - 1),
+    "detail": (0, 2**31 - 1),
+    "site_word": (0, 2**31 - 1),
+    "clock": (0, 2**63 - 1, 2**64 - 1),
+    "where": (0, 2**64 - 1),
+    "what": (0, 0x0123456789ABCDEF, 2**64 - 1),
 }
 SHAPE_NAMES = ("world_size", "rows", "hidden", "intermediate", "experts", "top_k")
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from m3_core import epochs, faults, formulas, layout, words, work
+from m3_core import epochs, faults, flight, formulas, layout, words, work
 from m3_core.errors import ConfigurationError
 from m3_core.faults import Site
 
-MODULES: tuple[ModuleType, ...] = (formulas, epochs, words, work, layout, faults)
+MODULES: tuple[ModuleType, ...] = (formulas, epochs, words, work, layout, faults, flight)
 
 _CXX_TYPES = {"int": "int", "bool": "bool", "Bytes": "Bytes", "Word32": "Word32", "Word64": "Word64"}
 _BINARY: dict[type[ast.operator], str] = {

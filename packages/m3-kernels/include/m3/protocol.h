@@ -461,4 +461,65 @@ M3_DEVICE_INLINE constexpr int site_word_layer(int word) {
   return ((word >> (SITE_BITS + PEER_BITS)) & ((1 << LAYER_BITS) - 1)) - 1;
 }
 
+// ---- flight ----
+
+constexpr int FLIGHT_VERSION = 1;
+constexpr int FLIGHT_HEADER_BYTES = 256;
+constexpr int FLIGHT_RECORD_BYTES = 32;
+constexpr int FLIGHT_RECORD_WORDS = 4;
+constexpr int FLIGHT_LAUNCH_RECORDS = 32;
+constexpr Word64 FLIGHT_CHECK = 7868898064824910046;
+constexpr int FLIGHT_GAVE_UP_ORDINAL = 14;
+constexpr int FLIGHT_END_ORDINAL = 15;
+constexpr int FLIGHT_LAUNCH = 1;
+constexpr int FLIGHT_WAIT = 2;
+constexpr int FLIGHT_DONE = 3;
+constexpr int FLIGHT_GAVE_UP = 4;
+constexpr int FLIGHT_END = 5;
+constexpr int FLIGHT_STEP_BEGIN = 16;
+constexpr int FLIGHT_STEP_END = 17;
+constexpr int FLIGHT_RESET = 18;
+constexpr int FLIGHT_ABORT = 19;
+constexpr int FLIGHT_FAULT_SEEN = 20;
+
+// Place of an event that a launch has once, among the records of its launch; LAUNCH is the first.
+M3_DEVICE_INLINE constexpr int flight_once_ordinal(int event) {
+  return (event == FLIGHT_GAVE_UP) ? FLIGHT_GAVE_UP_ORDINAL : ((event == FLIGHT_END) ? FLIGHT_END_ORDINAL : 0);
+}
+
+// Place of an event among the records of its launch: the waits' begins at their sites' numbers, their ends 16 further.
+M3_DEVICE_INLINE constexpr int flight_ordinal(int event, int site) {
+  return (event == FLIGHT_WAIT) ? site : ((event == FLIGHT_DONE) ? ((FLIGHT_LAUNCH_RECORDS / 2) + site) : flight_once_ordinal(event));
+}
+
+// Byte offset of a launch's record in a ring that keeps so many `launches`.
+M3_DEVICE_INLINE constexpr Bytes flight_launch_record(int launches, int epoch, int event, int site) {
+  return FLIGHT_HEADER_BYTES + (static_cast<Bytes>(FLIGHT_RECORD_BYTES) * (((epoch % launches) * FLIGHT_LAUNCH_RECORDS) + flight_ordinal(event, site)));
+}
+
+// Byte offset of the first host record.
+M3_DEVICE_INLINE constexpr Bytes flight_host_offset(int launches) {
+  return FLIGHT_HEADER_BYTES + ((static_cast<Bytes>(FLIGHT_RECORD_BYTES) * FLIGHT_LAUNCH_RECORDS) * launches);
+}
+
+// Size of a ring.
+M3_DEVICE_INLINE constexpr Bytes flight_bytes(int launches, int host_records) {
+  return flight_host_offset(launches) + (static_cast<Bytes>(FLIGHT_RECORD_BYTES) * host_records);
+}
+
+// The second word of a record.
+M3_DEVICE_INLINE constexpr Word64 flight_where(int epoch, int site_word) {
+  return static_cast<Word64>(static_cast<Word32>(epoch & 4294967295u)) | (static_cast<Word64>(static_cast<Word32>(site_word)) << 32);
+}
+
+// The third word of a record; `block` has 24 bits.
+M3_DEVICE_INLINE constexpr Word64 flight_what(int event, int block, int detail) {
+  return (static_cast<Word64>(static_cast<Word32>(event)) | (static_cast<Word64>(static_cast<Word32>(block)) << 8)) | (static_cast<Word64>(static_cast<Word32>(detail)) << 32);
+}
+
+// The fourth word of a record.
+M3_DEVICE_INLINE constexpr Word64 flight_check(Word64 clock, Word64 where, Word64 what) {
+  return (((clock + where) + what) + FLIGHT_CHECK) & 18446744073709551615u;
+}
+
 }  // namespace m3::protocol

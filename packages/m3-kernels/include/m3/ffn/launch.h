@@ -1,0 +1,54 @@
+// The FFN half of one sparse layer as one launch a rank.
+//
+// A block walks through the stages in this order and in each takes the tasks that fall to it. A wait of a stage is only ever for what
+// earlier stages announce, on this rank or on a peer; so with every block of every rank running, the stages complete one after another
+// whatever the grid.
+#pragma once
+#include "m3/ffn/down.h"
+#include "m3/ffn/final.h"
+#include "m3/ffn/finish.h"
+#include "m3/ffn/gate_up.h"
+#include "m3/ffn/norm.h"
+#include "m3/ffn/push.h"
+#include "m3/ffn/reduce.h"
+#include "m3/ffn/route.h"
+#include "m3/ffn/router.h"
+#include "m3/ffn/table.h"
+
+namespace m3::ffn {
+
+template <class Format, class Shape>
+M3_DEVICE_INLINE void launch(const Arguments& arguments, Shared<Shape>& shared) {
+  if (arguments.mode == static_cast<int>(Mode::skip)) return;
+  Context<Shape> context(arguments, shared);
+  if (begin(context)) {
+    list_valid_rows(context);
+    context.stamp(0);
+    push(context);
+    context.stamp(1);
+    reduce(context);
+    context.stamp(2);
+    norm(context);
+    context.stamp(3);
+    router(context);
+    context.stamp(4);
+    route(context);
+    platform::block_barrier();
+    context.stamp(5);
+    shared_up<Format>(context);
+    context.stamp(6);
+    table(context);
+    context.stamp(7);
+    up<Format>(context);
+    context.stamp(8);
+    down<Format>(context);
+    context.stamp(9);
+    final(context);
+    context.stamp(10);
+    advance_epoch(context);
+    context.stamp(11);
+  }
+  if (arguments.handshake != 0) trade_fault_flags(context);
+}
+
+}  // namespace m3::ffn

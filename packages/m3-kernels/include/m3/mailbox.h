@@ -1,0 +1,64 @@
+// Waiting for tagged words. A word whose tag is the launch's carries its value: there is no flag beside it.
+//
+// Every wait ends: by the words, by the rank's fault word, or by the bound, upon which the waiting rank reports a fault everywhere. A wait
+// that did not get its words returns false and the caller goes on: what it computes then is garbage that it must not announce.
+#pragma once
+#include "m3/fault.h"
+
+namespace m3 {
+
+enum class Scope { device, system };
+
+// Whether a word belongs to this launch: value pairs carry 32 bits of tag, triple pairs 16.
+struct PairTag {
+  Bits32 tag;
+  M3_DEVICE_METHOD bool matches(Bits64 word) const { return protocol::pair_word_tag(word) == tag; }
+};
+struct TripleTag {
+  Bits32 tag;
+  M3_DEVICE_METHOD bool matches(Bits64 word) const { return protocol::triple_word_tag(word) == tag; }
+};
+
+// Who is missing when a wait gives up: word i of the wait comes from rank i, or from this rank's own blocks.
+enum class Source { rank_of_word, own_blocks };
+
+// Polls until `missing()` returns a negative number; it returns the index of something that has not come otherwise.
+template <class Missing>
+M3_DEVICE_INLINE bool wait_until(const FaultLine& line, protocol::Site site, Source source, Missing missing) {
+  long long deadline = 0;
+  for (;;) {
+    const int absent = missing();
+    if (absent < 0) return true;
+    if (fault_is_set(line)) return false;
+    const long long now = platform::clock_ticks();
+    if (deadline == 0) {
+      deadline = now + line.wait_ticks;
+    } else if (now - deadline >= 0) {
+      report_fault(line, site, source == Source::rank_of_word ? absent : -1);
+      return false;
+    }
+    platform::pause();
+  }
+}
+
+template <Scope kScope>
+M3_DEVICE_INLINE Bits64 load_word(const Bits64* address) {
+  return kScope == Scope::system ? platform::load_system(address) : platform::load_device(address);
+}
+
+// Waits for the first `count` of at most kMost words together: all are loaded before any is looked at. `address(i)` names word i.
+template <Scope kScope, int kMost, class Tag, class Address>
+M3_DEVICE_INLINE bool wait_for_words(const FaultLine& line, protocol::Site site, Source source, Tag tag, int count, Address address, Bits64 (&word)[kMost]) {
+  return wait_until(line, site, source, [&] {
+    M3_UNROLL for (int i = 0; i < kMost; ++i) {
+      if (i < count) word[i] = load_word<kScope>(address(i));
+    }
+    int absent = -1;
+    M3_UNROLL for (int i = kMost - 1; i >= 0; --i) {
+      if (i < count && !tag.matches(word[i])) absent = i;
+    }
+    return absent;
+  });
+}
+
+}  // namespace m3

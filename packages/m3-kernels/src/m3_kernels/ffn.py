@@ -1,0 +1,512 @@
+"""The FFN half of a sparse MiniMax-M3 layer as one launch a rank: sizes, weights, the channel's device state, the launch.
+
+From the unreduced attention output projection to the reduced mixture-of-experts output and the new residual, both tensor-parallel
+reductions inside. docs/kernels.md describes the stages; ``m3_kernels.reference`` repeats their arithmetic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator, Mapping
+from enum import Enum
+
+import attrs
+import torch
+from torch import Tensor
+
+from m3_core.errors import ConfigurationError, RefusalError, ResourceBusy, ResourceClosed
+from m3_core.faults import Fault
+from m3_core.formulas import round_up
+from m3_core.layout import ERROR_WORDS_BYTES, EpochWords, PeerLayout, ScratchLayout
+from m3_core.ports import PeerMemory
+from m3_core.work import shape_reasons
+from m3_kernels.hosts.arguments import Arguments, Constants, Sizes
+from m3_kernels.hosts.cpu import CpuHost
+
+WEIGHT_ALIGNMENT = 16
+PEER_ALIGNMENT = 256
+BLOCK_THREADS = 64
+_SKIP, _RUN = 0, 1
+
+
+class ExpertFormat(Enum):
+    """How the experts' weights are held; the value is the name in settings and messages."""
+
+    BF16 = "bf16"
+    MXFP4 = "mxfp4"
+
+
+@attrs.frozen
+class FfnShape:
+    """Sizes that all launches of a channel share.
+
+    Attributes:
+        hidden: hidden size, even.
+        intermediate: intermediate size of an expert on this rank.
+        experts: routed experts, without the shared one.
+        top_k: routed experts a row.
+        world_size: tensor-parallel ranks: 1, 2, 4 or 8.
+        max_rows: the most rows of a launch, 1 to 64.
+
+    Raises:
+        RefusalError: with every reason why the sizes cannot run.
+    """
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    world_size: int
+    max_rows: int
+
+    def __attrs_post_init__(self) -> None:
+        reasons = shape_reasons(
+            hidden=self.hidden,
+            rows=self.max_rows,
+            world_size=self.world_size,
+            intermediate=self.intermediate,
+            experts=self.experts,
+            top_k=self.top_k,
+        )
+        if reasons:
+            raise RefusalError(reasons, "this FFN shape")
+
+    def format_reasons(self, format: ExpertFormat) -> list[str]:
+        """Why these sizes cannot be held in ``format``; empty if they can."""
+        if format is not ExpertFormat.MXFP4:
+            return []
+        return [
+            f"{name} is {value}: MXFP4 weights in the (16, 16) shuffle need a multiple of 64 "
+            "(64 values along K, 16 rows); pad it or hold the experts as BF16"
+            for name, value in (("hidden", self.hidden), ("intermediate", self.intermediate))
+            if value % 64
+        ]
+
+    def scratch(self, rows: int, *, timeline_blocks: int = 0) -> ScratchLayout:
+        """The scratch of a launch of ``rows`` rows."""
+        return ScratchLayout(rows, self.hidden, self.intermediate, self.experts, self.top_k, timeline_blocks)
+
+    @property
+    def peer_layout(self) -> PeerLayout:
+        """The peer buffer of these sizes."""
+        return PeerLayout(self.world_size, self.max_rows, self.hidden)
+
+
+@attrs.frozen
+class FfnConstants:
+    """Constants of the arithmetic; the defaults are MiniMax-M3's (its config omits ``swiglu_beta``, which is 1)."""
+
+    rms_norm_eps: float = 1e-6
+    swiglu_alpha: float = 1.702
+    swiglu_beta: float = 1.0
+    swiglu_limit: float = 7.0
+    routed_scaling_factor: float = 2.0
+
+
+@attrs.frozen(eq=False)
+class FfnWeights:
+    """One layer's weights on this rank, as they lie; nothing is copied.
+
+    Expert ``experts`` (the last) is the shared expert. MXFP4 is AITER's layout after loading: codes in the (16, 16) shuffle, scales in the
+    E8M0 shuffle (MiniMax-M3 facts: weight layouts). Scale code 0 means 2^-127 and code 255 NaN, as OCP MX defines them.
+
+    Attributes:
+        format: how the experts are held.
+        post_norm: bf16 [hidden], the Gemma norm's weight w of ``1 + w``.
+        router: fp32 [experts, hidden].
+        router_bias: fp32 [experts], steers selection only.
+        w13: gate rows, then up rows. BF16: bf16 [experts + 1, 2 * intermediate, hidden]; MXFP4: uint8 [experts + 1, 2 * intermediate, hidden / 2].
+        s13: MXFP4: uint8 scales, a row for each row of ``w13`` (rows padded to 256, or not) by hidden / 32 (padded to 8); else None.
+        w2: BF16: bf16 [experts + 1, hidden, intermediate]; MXFP4: uint8 [experts + 1, hidden, intermediate / 2].
+        s2: as ``s13``, for ``w2``.
+    """
+
+    format: ExpertFormat
+    post_norm: Tensor
+    router: Tensor
+    router_bias: Tensor
+    w13: Tensor
+    s13: Tensor | None
+    w2: Tensor
+    s2: Tensor | None
+
+    def reasons(self, shape: FfnShape) -> list[str]:
+        """Why these weights do not fit ``shape`` on the CPU target; empty if they do."""
+        experts, hidden, intermediate = shape.experts + 1, shape.hidden, shape.intermediate
+        packed = self.format is ExpertFormat.MXFP4
+        element = torch.uint8 if packed else torch.bfloat16
+        divisor = 2 if packed else 1
+        wanted: dict[str, tuple[Tensor, torch.dtype, tuple[int, ...]]] = {
+            "post_norm": (self.post_norm, torch.bfloat16, (hidden,)),
+            "router": (self.router, torch.float32, (shape.experts, hidden)),
+            "router_bias": (self.router_bias, torch.float32, (shape.experts,)),
+            "w13": (self.w13, element, (experts, 2 * intermediate, hidden // divisor)),
+            "w2": (self.w2, element, (experts, hidden, intermediate // divisor)),
+        }
+        found = shape.format_reasons(self.format)
+        for name, (tensor, dtype, size) in wanted.items():
+            found += _tensor_reasons(name, tensor, dtype, size)
+        for name, scales, rows, k in (("s13", self.s13, 2 * intermediate, hidden), ("s2", self.s2, hidden, intermediate)):
+            if not packed:
+                if scales is not None:
+                    found.append(f"{name} is given, but {self.format.value} weights have no scales: pass None")
+            elif scales is None:
+                found.append(f"{name} is None, but mxfp4 weights need their scales")
+            else:
+                found += _scale_reasons(name, scales, experts * rows, k)
+        return found
+
+
+def _tensor_reasons(name: str, tensor: Tensor, dtype: torch.dtype, size: tuple[int, ...]) -> list[str]:
+    found = []
+    if tensor.device.type != "cpu":
+        found.append(f"{name} lies on {tensor.device}: the CPU target reads memory of the CPU")
+    if tensor.dtype != dtype:
+        found.append(f"{name} is {tensor.dtype}: {dtype} is needed")
+    if tuple(tensor.shape) != size:
+        found.append(f"{name} has shape {list(tensor.shape)}: {list(size)} is needed")
+    if not tensor.is_contiguous():
+        found.append(f"{name} is not contiguous (strides {tensor.stride()}): pass a contiguous tensor")
+    if tensor.data_ptr() % WEIGHT_ALIGNMENT:
+        found.append(f"{name} starts at an address that is no multiple of {WEIGHT_ALIGNMENT}: pass a tensor at the start of its storage")
+    return found
+
+
+def _scale_reasons(name: str, scales: Tensor, rows: int, k: int) -> list[str]:
+    groups = round_up(k // 32, 8)
+    sizes = (rows * groups, round_up(rows, 256) * groups)
+    found = [] if scales.dtype == torch.uint8 else [f"{name} is {scales.dtype}: torch.uint8 (E8M0 codes) is needed"]
+    if scales.device.type != "cpu":
+        found.append(f"{name} lies on {scales.device}: the CPU target reads memory of the CPU")
+    if not scales.is_contiguous():
+        found.append(f"{name} is not contiguous (strides {scales.stride()}): pass a contiguous tensor")
+    if scales.numel() not in sizes:
+        found.append(
+            f"{name} holds {scales.numel()} scales: {sizes[0]} ({rows} rows of {groups}) are needed, or {sizes[1]} with the rows padded to 256"
+        )
+    return found
+
+
+class FfnChannel:
+    """What the launches of one peer buffer share on this rank: resident blocks, epoch words, a scratch for each row count, the fault word.
+
+    One launch at a time; every rank must run the same launches in the same order.
+
+    Args:
+        shape: sizes of all launches.
+        peers: the ranks' peer buffers; outlives the channel and is not closed by it.
+        grid: blocks of a launch; any number from 1 on computes the same bits.
+        wait_seconds: bound of every wait inside a launch.
+        block_threads: threads a block, a multiple of 64.
+        offset: where this channel begins in every peer buffer, a multiple of 256 bytes.
+        timeline: whether launches stamp a clock at every stage; see ``timeline_stamps``.
+        library: compiled kernels to use instead of the default ones.
+
+    Raises:
+        ConfigurationError: if the peer memory does not fit the shape, or a number is out of range.
+        ResourceError: if the blocks cannot be started.
+        BuildError: if the kernels do not compile or load.
+    """
+
+    def __init__(
+        self,
+        shape: FfnShape,
+        peers: PeerMemory,
+        *,
+        grid: int,
+        wait_seconds: float = 10.0,
+        block_threads: int = BLOCK_THREADS,
+        offset: int = 0,
+        timeline: bool = False,
+        library: ctypes.CDLL | None = None,
+    ) -> None:
+        need = shape.peer_layout.total_bytes
+        if peers.world_size != shape.world_size or len(peers.addresses) != shape.world_size or not 0 <= peers.rank < shape.world_size:
+            raise ConfigurationError(
+                f"the peer memory is rank {peers.rank} of {peers.world_size} with {len(peers.addresses)} addresses, the shape has world size {shape.world_size}"
+            )
+        if offset < 0 or offset % PEER_ALIGNMENT or any(address % PEER_ALIGNMENT for address in peers.addresses):
+            raise ConfigurationError(f"offset {offset} or a peer address is no multiple of {PEER_ALIGNMENT}; align them")
+        if peers.nbytes < offset + need:
+            raise ConfigurationError(f"the peer buffer has {peers.nbytes} bytes; {need} are needed from byte {offset} on")
+        if not wait_seconds > 0:
+            raise ConfigurationError(f"wait_seconds is {wait_seconds}; every wait needs a bound above 0")
+        self.shape = shape
+        self.rank = peers.rank
+        self.peers = peers
+        self.wait_seconds = wait_seconds
+        self.timeline = timeline
+        self._host = CpuHost(grid, block_threads, library)
+        self.grid = grid
+        self._wait_ticks = int(wait_seconds * self._host.ticks_per_second)
+        self._addresses = torch.tensor([address + offset for address in peers.addresses], dtype=torch.int64)
+        self._own = peers.addresses[peers.rank] + offset
+        self._epoch_words = torch.zeros(EpochWords(grid).words, dtype=torch.int32)
+        self._injection = torch.zeros(4, dtype=torch.int32)
+        self._scratch: dict[int, Tensor] = {}
+        self._busy = threading.Lock()
+        self._closed = False
+
+    @property
+    def epoch_words(self) -> Tensor:
+        """int32 device tensor: the epoch, the claim word, the blocks' marks. A view of the live words."""
+        return self._epoch_words
+
+    @property
+    def injection_words(self) -> Tensor:
+        """int32 device tensor: rank + 1 and delay in clock ticks of an injected fault, and two words that only test builds read."""
+        return self._injection
+
+    def epoch(self) -> int:
+        """Launches since the last reset."""
+        return int(self._epoch_words[0])
+
+    def health(self) -> Fault:
+        """The fault word of this rank."""
+        self._require_open()
+        return Fault.decode(self._host.read_fault(self._own))
+
+    def abort(self) -> None:
+        """Mark this rank failed on every rank that has no fault yet, so that peers' waits end; never raises."""
+        if not self._closed:
+            self._host.abort([int(address) for address in self._addresses], self.rank)
+
+    def synchronize(self) -> None:
+        """Wait until every launch of this channel has ended: on the CPU they have when they return."""
+        with self.exclusively():
+            pass
+
+    def prepare(self, rows: int) -> None:
+        """Allocate the scratch of a row count, so that no later launch of it does.
+
+        Raises:
+            ConfigurationError: if ``rows`` is out of range.
+        """
+        self.scratch(rows)
+
+    def scratch(self, rows: int) -> Tensor:
+        """uint8 scratch of a row count, zeroed when it was made and by a reset."""
+        if not 1 <= rows <= self.shape.max_rows:
+            raise ConfigurationError(
+                f"rows is {rows}; this channel takes 1 to {self.shape.max_rows}: route wider steps to the stock layers"
+            )
+        if rows not in self._scratch:
+            layout = self.shape.scratch(rows, timeline_blocks=self.grid if self.timeline else 0)
+            self._scratch[rows] = _aligned_zeros(layout.total_bytes)
+        return self._scratch[rows]
+
+    def zero_scratch_and_epoch(self) -> None:
+        """Clear what a reset clears on this rank: the mailboxes past the error words, all scratch, the epoch words.
+
+        Only between launches of all ranks: a reset agrees before and after.
+        """
+        with self.exclusively():
+            ctypes.memset(self._own + ERROR_WORDS_BYTES, 0, self.shape.peer_layout.total_bytes - ERROR_WORDS_BYTES)
+            for scratch in self._scratch.values():
+                scratch.zero_()
+            self._epoch_words.zero_()
+
+    def inject_fault(self, rank: int | None, delay_seconds: float = 0.0) -> None:
+        """Let ``rank``'s next launches stand still for a while and then fail at site INJECT; None ends it. For tests and drills.
+
+        Raises:
+            ConfigurationError: if the rank does not exist, or the delay is negative or more than 2^31 - 1 clock ticks.
+        """
+        ticks = int(delay_seconds * self._host.ticks_per_second)
+        if rank is not None and not 0 <= rank < self.shape.world_size:
+            raise ConfigurationError(f"rank is {rank}; pass 0 to {self.shape.world_size - 1}, or None")
+        if not 0 <= ticks < 2**31:
+            raise ConfigurationError(f"delay_seconds is {delay_seconds}; pass 0 to {(2**31 - 1) / self._host.ticks_per_second:.2f}")
+        self._injection[0] = 0 if rank is None else rank + 1
+        self._injection[1] = ticks
+
+    def timeline_stamps(self, rows: int) -> Tensor:
+        """int64 [grid, 12] clock ticks at the beginning of the stages and at the end, of the last launch of ``rows`` rows.
+
+        Raises:
+            ConfigurationError: if the channel keeps no timeline.
+        """
+        if not self.timeline:
+            raise ConfigurationError("this channel keeps no timeline; build it with timeline=True")
+        layout = self.shape.scratch(rows, timeline_blocks=self.grid)
+        region = next(region for region in layout.regions if region.name == "timeline")
+        return self.scratch(rows)[region.offset : region.offset + region.nbytes].view(torch.int64).view(self.grid, -1).clone()
+
+    @contextlib.contextmanager
+    def exclusively(self) -> Iterator[None]:
+        """Hold the channel.
+
+        Raises:
+            ResourceBusy: if another thread is in a launch of it.
+            ResourceClosed: after ``close()``.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise ResourceBusy(f"rank {self.rank}: another launch uses this channel; give each stream or thread a channel of its own")
+        try:
+            self._require_open()
+            yield
+        finally:
+            self._busy.release()
+
+    def close(self) -> None:
+        """End the resident blocks; idempotent. The peer memory stays with its owner.
+
+        Raises:
+            ResourceBusy: if a launch is running.
+        """
+        if self._closed:
+            return
+        with self.exclusively():
+            self._closed = True
+            self._host.close()
+            self._scratch.clear()
+
+    def run(self, entry: str, arguments: Arguments) -> None:
+        """Run one launch; ``FfnLaunch`` fills the arguments. The caller holds the channel."""
+        self._host.launch(entry, arguments)
+
+    def fill(self, arguments: Arguments, rows: int) -> None:
+        """Write what the channel contributes to a launch's arguments."""
+        shape = self.shape
+        arguments.scratch = self.scratch(rows).data_ptr()
+        arguments.epoch_words = self._epoch_words.data_ptr()
+        arguments.peers = self._addresses.data_ptr()
+        arguments.injection = self._injection.data_ptr()
+        arguments.wait_ticks = self._wait_ticks
+        arguments.sizes = Sizes(rows, shape.hidden, shape.intermediate, shape.experts, shape.top_k, shape.world_size, shape.max_rows)
+        arguments.rank = self.rank
+        arguments.timeline = int(self.timeline)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ResourceClosed(f"rank {self.rank}: this channel is closed; build a new one")
+
+
+def _aligned_zeros(nbytes: int, alignment: int = 256) -> Tensor:
+    storage = torch.zeros(nbytes + alignment, dtype=torch.uint8)
+    start = -storage.data_ptr() % alignment
+    return storage[start : start + nbytes]
+
+
+class FfnLaunch:
+    """The FFN half of one sparse layer.
+
+    Args:
+        channel: the device state; every layer of a model may share one.
+        weights: the layer's weights, kept alive and never written.
+        constants: constants of the arithmetic.
+        layer: the layer's index, named in fault words: 0 to 32766.
+
+    Raises:
+        RefusalError: with every reason why the weights do not fit the channel's shape.
+        ConfigurationError: if the layer's index does not fit a fault word.
+    """
+
+    _ENTRIES: Mapping[ExpertFormat, str] = {ExpertFormat.BF16: "m3_ffn_bf16", ExpertFormat.MXFP4: "m3_ffn_mxfp4"}
+
+    def __init__(self, channel: FfnChannel, weights: FfnWeights, constants: FfnConstants, layer: int) -> None:
+        reasons = weights.reasons(channel.shape)
+        if reasons:
+            raise RefusalError(reasons, f"the weights of layer {layer}")
+        if not 0 <= layer < 2**15 - 1:
+            raise ConfigurationError(f"layer is {layer}; a fault word holds 0 to {2**15 - 2}")
+        self.channel = channel
+        self.weights = weights
+        self.constants = constants
+        self.layer = layer
+        self._entry = self._ENTRIES[weights.format]
+        self._arguments: dict[int, Arguments] = {}
+
+    def __call__(self, part: Tensor, residual: Tensor, slots: Tensor, *, handshake: bool) -> tuple[Tensor, Tensor]:
+        """Run the half; every rank calls it at the same point. Returns when this rank's part is done.
+
+        A fault does not raise: the outputs are then garbage, and ``channel.health()`` says what happened.
+
+        Args:
+            part: bf16 [rows, hidden], contiguous: this rank's unreduced attention output projection.
+            residual: bf16 [rows, hidden], contiguous, equal on every rank.
+            slots: int64, at least ``rows`` values, contiguous, equal on every rank; a negative one marks a padded row.
+            handshake: whether to end in the step's fault exchange; true on the step's last sparse layer.
+
+        Returns:
+            The reduced output, 0 in padded rows, and the new residual, unspecified in padded rows: fresh bf16 [rows, hidden] tensors.
+
+        Raises:
+            ConfigurationError: if an argument does not fit; nothing has been touched then.
+            ResourceBusy: if another thread is in a launch of this channel.
+            ResourceClosed: if the channel is closed.
+        """
+        rows = self._check(part, residual, slots)
+        out, residual_out = torch.empty_like(part), torch.empty_like(residual)
+        with self.channel.exclusively():
+            arguments = self._arguments_of(rows)
+            arguments.part = part.data_ptr()
+            arguments.residual = residual.data_ptr()
+            arguments.slots = slots.data_ptr()
+            arguments.out = out.data_ptr()
+            arguments.residual_out = residual_out.data_ptr()
+            arguments.handshake = int(handshake)
+            arguments.mode = _RUN
+            self.channel.run(self._entry, arguments)
+        return out, residual_out
+
+    def warm(self, rows: int) -> None:
+        """Do once what a first launch of ``rows`` rows would do: allocate its scratch and start the kernel, which returns at once.
+
+        No rank waits for another. Raises as a launch does.
+        """
+        with self.channel.exclusively():
+            arguments = self._arguments_of(rows)
+            arguments.mode = _SKIP
+            self.channel.run(self._entry, arguments)
+
+    def _arguments_of(self, rows: int) -> Arguments:
+        if rows not in self._arguments:
+            weights, constants = self.weights, self.constants
+            arguments = Arguments()
+            self.channel.fill(arguments, rows)
+            arguments.post_norm = weights.post_norm.data_ptr()
+            arguments.router = weights.router.data_ptr()
+            arguments.router_bias = weights.router_bias.data_ptr()
+            arguments.w13 = weights.w13.data_ptr()
+            arguments.w2 = weights.w2.data_ptr()
+            arguments.s13 = weights.s13.data_ptr() if weights.s13 is not None else None
+            arguments.s2 = weights.s2.data_ptr() if weights.s2 is not None else None
+            arguments.constants = Constants(*attrs.astuple(constants))
+            arguments.layer = self.layer
+            self._arguments[rows] = arguments
+        return self._arguments[rows]
+
+    def _check(self, part: Tensor, residual: Tensor, slots: Tensor) -> int:
+        hidden = self.channel.shape.hidden
+        if part.dim() != 2 or part.shape[1] != hidden:
+            raise ConfigurationError(f"part has shape {list(part.shape)}; [rows, {hidden}] is needed")
+        rows = part.shape[0]
+        if not 1 <= rows <= self.channel.shape.max_rows:
+            raise ConfigurationError(
+                f"part has {rows} rows; this channel takes 1 to {self.channel.shape.max_rows}: route wider steps to the stock layers"
+            )
+        for name, tensor in (("part", part), ("residual", residual)):
+            if (
+                tuple(tensor.shape) != (rows, hidden)
+                or tensor.dtype != torch.bfloat16
+                or not tensor.is_contiguous()
+                or tensor.device.type != "cpu"
+            ):
+                raise ConfigurationError(
+                    f"{name} is {tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}; "
+                    f"a contiguous bfloat16 tensor [{rows}, {hidden}] on the CPU is needed"
+                )
+        if (
+            slots.dtype != torch.int64
+            or slots.dim() != 1
+            or slots.shape[0] < rows
+            or not slots.is_contiguous()
+            or slots.device.type != "cpu"
+        ):
+            raise ConfigurationError(
+                f"slots is {slots.dtype} {list(slots.shape)} on {slots.device}; a contiguous int64 tensor of at least {rows} values on the CPU is needed"
+            )
+        return rows

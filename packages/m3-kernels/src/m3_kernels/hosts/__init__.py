@@ -1,0 +1,1 @@
+"""How each target starts a launch."""

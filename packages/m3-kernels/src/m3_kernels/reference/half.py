@@ -1,0 +1,123 @@
+"""The whole half over all ranks, stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from m3_core.errors import ConfigurationError
+from m3_kernels.ffn import ExpertFormat, FfnConstants, FfnWeights
+from m3_kernels.formats.mxfp4 import dequantize_shuffled
+from m3_kernels.reference.arithmetic import Arithmetic
+from m3_kernels.reference.down import combine, down
+from m3_kernels.reference.final import final
+from m3_kernels.reference.gate_up import gate_up
+from m3_kernels.reference.norm import norm
+from m3_kernels.reference.reduce import Reduced, reduce
+from m3_kernels.reference.route import Routes, route
+from m3_kernels.reference.router import router
+from m3_kernels.reference.table import Slot, table
+
+
+@attrs.frozen(eq=False)
+class Experts:
+    """One rank's experts as plain matrices.
+
+    Attributes:
+        w13: [experts + 1, 2 * intermediate, hidden].
+        w2: [experts + 1, hidden, intermediate].
+        grouped: whether sums run in MXFP4's order.
+    """
+
+    w13: Tensor
+    w2: Tensor
+    grouped: bool
+
+    @classmethod
+    def of(cls, weights: FfnWeights) -> Experts:
+        """The plain values of ``weights``, exactly."""
+        if weights.format is ExpertFormat.BF16:
+            return cls(weights.w13, weights.w2, grouped=False)
+        if weights.s13 is None or weights.s2 is None:
+            raise ConfigurationError("mxfp4 weights without scales: pass s13 and s2")
+        return cls(dequantize_shuffled(weights.w13, weights.s13), dequantize_shuffled(weights.w2, weights.s2), grouped=True)
+
+
+@attrs.frozen(eq=False)
+class Half:
+    """Every stage's result.
+
+    Attributes:
+        reduced: stage reduce.
+        x: stage norm, [rows, hidden].
+        logits: stage router, [rows, experts, parts].
+        routes: stage route.
+        slots: stage table.
+        mids: stages shared_up and up: per rank and slot, [columns, intermediate].
+        combined: stage down: per rank, [rows, hidden].
+        out: stage final, [rows, hidden].
+    """
+
+    reduced: Reduced
+    x: Tensor
+    logits: Tensor
+    routes: Routes
+    slots: tuple[Slot, ...]
+    mids: tuple[tuple[Tensor, ...], ...]
+    combined: tuple[Tensor, ...]
+    out: Tensor
+
+
+def half(
+    parts: Sequence[Tensor],
+    residual: Tensor,
+    slots: Tensor,
+    weights: Sequence[FfnWeights],
+    constants: FfnConstants,
+    top_k: int,
+    arithmetic: Arithmetic,
+    routes: Routes | None = None,
+) -> Half:
+    """The FFN half over all ranks.
+
+    Args:
+        parts: every rank's bf16 [rows, hidden].
+        residual: bf16 [rows, hidden].
+        slots: int64, at least ``rows``.
+        weights: every rank's weights; router and norm are rank 0's.
+        constants: constants of the arithmetic.
+        top_k: picks a row.
+        arithmetic: how to compute.
+        routes: picks to use instead of stage route's, for comparisons beyond a choice that rounding may turn.
+    """
+    first = weights[0]
+    reduced = reduce(parts, residual, arithmetic)
+    x = norm(reduced.stream, reduced.squares, first.post_norm, constants.rms_norm_eps, arithmetic)
+    logits = router(x, first.router, arithmetic)
+    chosen = route(logits, first.router_bias, slots, top_k, constants.routed_scaling_factor, arithmetic) if routes is None else routes
+    found = table(chosen.experts, slots, first.router.shape[0])
+    mids, combined = [], []
+    for rank in weights:
+        experts = Experts.of(rank)
+        rank_mids, contributions = _expert_stages(x, experts, found, top_k, constants, arithmetic)
+        rows = x.shape[0]
+        routed = contributions[: rows * top_k].view(rows, top_k, -1)
+        mids.append(rank_mids)
+        combined.append(combine(contributions[rows * top_k :], routed, chosen.weights, slots, arithmetic))
+    return Half(reduced, x, logits, chosen, found, tuple(mids), tuple(combined), final(combined, arithmetic))
+
+
+def _expert_stages(
+    x: Tensor, experts: Experts, slots: Sequence[Slot], top_k: int, constants: FfnConstants, arithmetic: Arithmetic
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    rows, hidden = x.shape
+    contributions = torch.zeros((top_k + 1) * rows, hidden, dtype=arithmetic.dtype)
+    mids = []
+    for slot in slots:
+        mid = gate_up(x[list(slot.rows)], experts.w13[slot.expert], constants, arithmetic, grouped=experts.grouped)
+        contributions[list(slot.picks)] = down(mid, experts.w2[slot.expert], arithmetic, grouped=experts.grouped)
+        mids.append(mid)
+    return tuple(mids), contributions

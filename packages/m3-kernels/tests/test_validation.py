@@ -1,0 +1,267 @@
+"""Bad input: a named error that gives the value, the limit and the remedy, before anything is touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import attrs
+import pytest
+import torch
+
+from m3_core.errors import ConfigurationError, RefusalError, ResourceClosed
+from m3_kernels import ops
+from m3_kernels.ffn import ExpertFormat, FfnChannel, FfnConstants, FfnLaunch, FfnShape, FfnWeights
+from m3_kernels.testing import InProcessPeers, LayerInputs, ThreadRanks, aligned_zeros, random_inputs, random_weights
+
+SHAPE = FfnShape(hidden=128, intermediate=64, experts=4, top_k=2, world_size=1, max_rows=4)
+
+
+@pytest.fixture
+def ranks() -> Iterator[ThreadRanks]:
+    with ThreadRanks(SHAPE) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def weights(generator: torch.Generator) -> FfnWeights:
+    return random_weights(SHAPE, ExpertFormat.BF16, generator)[0]
+
+
+@pytest.fixture
+def packed(generator: torch.Generator) -> FfnWeights:
+    return random_weights(SHAPE, ExpertFormat.MXFP4, generator)[0]
+
+
+@pytest.fixture
+def inputs(generator: torch.Generator) -> LayerInputs:
+    return random_inputs(SHAPE, 2, generator)
+
+
+def test_shapes_are_refused_with_every_reason() -> None:
+    with pytest.raises(RefusalError) as caught:
+        FfnShape(hidden=127, intermediate=0, experts=0, top_k=9, world_size=3, max_rows=65)
+    assert len(caught.value.reasons) == 6
+    for value in ("127", "0", "9", "3", "65"):
+        assert any(f" is {value}" in reason for reason in caught.value.reasons)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate", "count"), [(128, 64, 0), (96, 64, 1), (128, 48, 1), (96, 48, 2)])
+def test_mxfp4_needs_whole_groups(hidden: int, intermediate: int, count: int) -> None:
+    shape = FfnShape(hidden, intermediate, 4, 2, 1, 4)
+    assert len(shape.format_reasons(ExpertFormat.MXFP4)) == count
+    assert shape.format_reasons(ExpertFormat.BF16) == []
+
+
+def test_weights_are_refused_with_every_reason(ranks: ThreadRanks, weights: FfnWeights) -> None:
+    wrong = attrs.evolve(
+        weights,
+        post_norm=weights.post_norm.float(),
+        router=weights.router[:3],
+        router_bias=torch.zeros(8)[::2],
+        w13=weights.w13.transpose(1, 2),
+        w2=weights.w2.flatten()[1:][: weights.w2.numel() - 128].view(-1, 64),
+        s13=torch.zeros(4, dtype=torch.uint8),
+    )
+    with pytest.raises(RefusalError) as caught:
+        FfnLaunch(ranks.channels[0], wrong, FfnConstants(), 5)
+    text = "\n".join(caught.value.reasons)
+    for part in (
+        "post_norm is torch.float32: torch.bfloat16",
+        "router has shape [3, 128]: [4, 128]",
+        "router_bias is not contiguous",
+        "w13 is not contiguous",
+        "w2 has shape",
+        "w2 starts at an address",
+        "s13 is given, but bf16 weights have no scales",
+    ):
+        assert part in text
+    assert "layer 5" in str(caught.value)
+
+
+def test_packed_weights_are_refused(ranks: ThreadRanks, packed: FfnWeights) -> None:
+    wrong = attrs.evolve(packed, w13=packed.w13.view(torch.int8), s13=None, s2=torch.zeros(7, dtype=torch.int32))
+    with pytest.raises(RefusalError) as caught:
+        FfnLaunch(ranks.channels[0], wrong, FfnConstants(), 0)
+    text = "\n".join(caught.value.reasons)
+    assert "w13 is torch.int8: torch.uint8" in text
+    assert "s13 is None" in text
+    assert "s2 is torch.int32" in text
+    assert "s2 holds 7 scales: 5120 (640 rows of 8) are needed, or 6144 with the rows padded to 256" in text
+
+
+def test_scales_with_and_without_padding(ranks: ThreadRanks, packed: FfnWeights, inputs: LayerInputs) -> None:
+    """640 rows of scales: padded to 768 as AITER stores them, or cut to the rows that are read."""
+    assert packed.s2 is not None
+    cut = attrs.evolve(packed, s2=packed.s2.flatten()[: 640 * 8].clone())
+    [(first, _)] = ranks.run(ranks.launches([packed]), inputs)
+    [(second, _)] = ranks.run(ranks.launches([cut]), inputs)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("layer", [-1, 2**15 - 1])
+def test_layers_that_no_fault_word_holds(layer: int, ranks: ThreadRanks, weights: FfnWeights) -> None:
+    with pytest.raises(ConfigurationError, match=f"layer is {layer}"):
+        FfnLaunch(ranks.channels[0], weights, FfnConstants(), layer)
+
+
+def bad_calls() -> list[tuple[str, dict[str, object], str]]:
+    ok = torch.zeros(2, 128, dtype=torch.bfloat16)
+    slots = torch.zeros(2, dtype=torch.int64)
+    return [
+        ("one dimension", {"part": ok[0]}, r"part has shape \[128\]; \[rows, 128\]"),
+        ("other hidden", {"part": ok[:, :64]}, r"part has shape \[2, 64\]"),
+        ("no rows", {"part": ok[:0], "residual": ok[:0]}, "part has 0 rows; this channel takes 1 to 4"),
+        ("many rows", {"part": ok.repeat(3, 1)}, "part has 6 rows; this channel takes 1 to 4: route wider steps"),
+        ("part type", {"part": ok.float()}, "part is torch.float32"),
+        ("residual type", {"residual": ok.half()}, "residual is torch.float16"),
+        ("residual rows", {"residual": ok[:1]}, r"residual is torch.bfloat16 \[1, 128\]"),
+        ("part strides", {"part": torch.zeros(128, 2, dtype=torch.bfloat16).T}, "part is .* strides"),
+        ("residual device", {"residual": ok.to("meta")}, "residual is .* on meta"),
+        ("slots type", {"slots": slots.int()}, "slots is torch.int32"),
+        ("few slots", {"slots": slots[:1]}, r"slots is torch.int64 \[1\].*at least 2"),
+        ("slot dimensions", {"slots": slots[None]}, r"slots is torch.int64 \[1, 2\]"),
+        ("slot strides", {"slots": torch.zeros(4, dtype=torch.int64)[::2]}, "a contiguous int64"),
+    ]
+
+
+@pytest.mark.parametrize(("change", "message"), [case[1:] for case in bad_calls()], ids=[case[0] for case in bad_calls()])
+def test_bad_calls(change: dict[str, torch.Tensor], message: str, ranks: ThreadRanks, weights: FfnWeights) -> None:
+    [launch] = ranks.launches([weights])
+    arguments = {
+        "part": torch.zeros(2, 128, dtype=torch.bfloat16),
+        "residual": torch.zeros(2, 128, dtype=torch.bfloat16),
+        "slots": torch.zeros(2, dtype=torch.int64),
+    } | change
+    with pytest.raises(ConfigurationError, match=message):
+        launch(**arguments, handshake=True)
+    assert ranks.channels[0].epoch() == 0
+    assert not ranks.buffers[0].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grid": 0}, "grid is 0; the CPU target takes 1 to 64"),
+        ({"grid": 65}, "grid is 65"),
+        ({"grid": 1, "block_threads": 32}, "block_threads is 32; pass a multiple of 64"),
+        ({"grid": 1, "block_threads": 2048}, "block_threads is 2048"),
+        ({"grid": 1, "wait_seconds": 0.0}, "wait_seconds is 0.0"),
+        ({"grid": 1, "wait_seconds": float("nan")}, "wait_seconds is nan"),
+        ({"grid": 1, "offset": 128}, "offset 128"),
+        ({"grid": 1, "offset": 256}, "are needed from byte 256 on"),
+    ],
+)
+def test_bad_channels(options: dict[str, object], message: str) -> None:
+    peers = InProcessPeers([aligned_zeros(SHAPE.peer_layout.total_bytes)], 0)
+    with pytest.raises(ConfigurationError, match=message):
+        FfnChannel(SHAPE, peers, **options)  # type: ignore[arg-type]
+
+
+def test_peers_of_another_world() -> None:
+    buffers = [aligned_zeros(SHAPE.peer_layout.total_bytes) for _ in range(2)]
+    with pytest.raises(ConfigurationError, match="rank 1 of 2 with 2 addresses, the shape has world size 1"):
+        FfnChannel(SHAPE, InProcessPeers(buffers, 1), grid=1)
+
+
+def test_channels_side_by_side(weights: FfnWeights, inputs: LayerInputs) -> None:
+    """Two channels in one allocation, each with its own epoch and fault word."""
+    size = SHAPE.peer_layout.total_bytes
+    offset = (size + 255) // 256 * 256
+    peers = InProcessPeers([aligned_zeros(offset + size)], 0)
+    first, second = FfnChannel(SHAPE, peers, grid=1), FfnChannel(SHAPE, peers, grid=2, offset=offset)
+    launches = [FfnLaunch(channel, weights, FfnConstants(), 0) for channel in (first, second)]
+    for _ in range(2):
+        out = launches[0](inputs.parts[0], inputs.residual, inputs.slots, handshake=True)[0]
+    assert torch.equal(out, launches[1](inputs.parts[0], inputs.residual, inputs.slots, handshake=True)[0])
+    first.abort()
+    assert (first.epoch(), second.epoch()) == (2, 1)
+    assert first.health().failed
+    assert not second.health().failed
+    first.close()
+    second.close()
+
+
+def test_scratch_rows(ranks: ThreadRanks) -> None:
+    channel = ranks.channels[0]
+    channel.prepare(4)
+    for rows in (0, 5):
+        with pytest.raises(ConfigurationError, match=f"rows is {rows}; this channel takes 1 to 4"):
+            channel.prepare(rows)
+
+
+def test_injections_out_of_range(ranks: ThreadRanks) -> None:
+    channel = ranks.channels[0]
+    with pytest.raises(ConfigurationError, match="rank is 1"):
+        channel.inject_fault(1)
+    for delay in (-1.0, 3.0):
+        with pytest.raises(ConfigurationError, match=f"delay_seconds is {delay}"):
+            channel.inject_fault(0, delay)
+
+
+def test_timeline(weights: FfnWeights, inputs: LayerInputs, ranks: ThreadRanks) -> None:
+    with pytest.raises(ConfigurationError, match="timeline=True"):
+        ranks.channels[0].timeline_stamps(2)
+    peers = InProcessPeers([aligned_zeros(SHAPE.peer_layout.total_bytes)], 0)
+    channel = FfnChannel(SHAPE, peers, grid=3, timeline=True)
+    FfnLaunch(channel, weights, FfnConstants(), 0)(inputs.parts[0], inputs.residual, inputs.slots, handshake=True)
+    stamps = channel.timeline_stamps(2)
+    assert stamps.shape == (3, 12)
+    assert (stamps[:, 1:] >= stamps[:, :-1]).all()
+    assert (stamps[:, 0] > 0).all()
+    channel.close()
+
+
+def test_a_forked_child_is_refused(weights: FfnWeights, inputs: LayerInputs, ranks: ThreadRanks) -> None:
+    """A child has the memory but none of the blocks: its launch raises instead of waiting for them."""
+    [launch] = ranks.launches([weights])
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            launch(inputs.parts[0], inputs.residual, inputs.slots, handshake=True)
+        except ResourceClosed:
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_operator(weights: FfnWeights, inputs: LayerInputs, ranks: ThreadRanks) -> None:
+    [launch] = ranks.launches([weights])
+    channel = ranks.channels[0]
+    number = ops.register(launch)
+    arguments = (number, channel.epoch_words, inputs.parts[0], inputs.residual, inputs.slots)
+    out, residual = ops.ffn(*arguments, handshake=True)
+    again, residual_again = launch(inputs.parts[0], inputs.residual, inputs.slots, handshake=True)
+    assert torch.equal(out, again)
+    assert torch.equal(residual, residual_again)
+    assert channel.epoch() == 2
+    del launch
+    with pytest.raises(ResourceClosed, match=f"launch {number}"):
+        ops.ffn(*arguments, handshake=True)
+
+
+def test_operator_is_opaque(weights: FfnWeights, inputs: LayerInputs, ranks: ThreadRanks) -> None:
+    """The operator's schema and fake version hold, and a traced graph keeps two equal calls as two launches."""
+    [launch] = ranks.launches([weights])
+    channel = ranks.channels[0]
+    number = ops.register(launch)
+    torch.library.opcheck(
+        torch.ops.m3.ffn.default,
+        (inputs.parts[0], inputs.residual, inputs.slots, channel.epoch_words, number, True),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+    def twice(part: torch.Tensor, residual: torch.Tensor, slots: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        first, _ = torch.ops.m3.ffn(part, residual, slots, words, number, False)
+        second, _ = torch.ops.m3.ffn(part, residual, slots, words, number, True)
+        return first + second
+
+    before = channel.epoch()
+    graph = torch.fx.experimental.proxy_tensor.make_fx(twice, tracing_mode="fake")(
+        inputs.parts[0], inputs.residual, inputs.slots, channel.epoch_words
+    )
+    assert channel.epoch() == before, "tracing runs no launch"
+    graph(inputs.parts[0], inputs.residual, inputs.slots, channel.epoch_words)
+    assert channel.epoch() == before + 2
