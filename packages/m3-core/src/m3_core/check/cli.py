@@ -138,9 +138,8 @@ def _run_simulations(first: int, count: int | None, seconds: float | None, jobs:
     return 1 if failed else 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the checker; returns the exit status: 0 if everything holds, 1 if not, 2 for bad arguments."""
-    parser = argparse.ArgumentParser(prog="m3 check", description="Check the m3 protocol.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What there is to check; all worlds but the large ones if nothing is named."""
     parser.add_argument("--scope", action="append", default=[], metavar="NAME", help="explore this world only (may be repeated)")
     parser.add_argument("--large", action="store_true", help="explore the worlds that take minutes, too")
     parser.add_argument("--mutants", action="store_true", help="explore the wrong protocols; every one has to be caught")
@@ -151,7 +150,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="SEED", help="the first seed of the simulations (default 0)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
     parser.add_argument("--list", action="store_true", help="list worlds and mutants")
-    options = parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the checker; returns the exit status of ``run``."""
+    parser = argparse.ArgumentParser(prog="m3 check", description="Check the m3 protocol.")
+    add_arguments(parser)
+    return run(parser.parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the arguments say; returns the exit status: 0 if everything holds, 1 if not, 2 for bad arguments."""
     try:
         if options.jobs < 1:
             raise ConfigurationError(f"--jobs is {options.jobs}; pass at least 1")
