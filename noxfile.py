@@ -106,3 +106,32 @@ def wheels(session: nox.Session) -> None:
         session.run("python", "-m", "pip", "uninstall", "-q", "-y", *PACKAGES, silent=True)
         session.install("--find-links", str(dist), name)
         session.run("pytest", f"packages/{name}/tests", "-m", "not gpu and not tsan and not serving", "-q", env=TEST_ENVIRONMENT)
+
+
+@nox.session(python=PYTHON)
+def check(session: nox.Session) -> None:
+    """The model checker's larger worlds; CI explores the smaller ones among the tests."""
+    install_packages(session, "m3-core")
+    session.run("python", "-m", "m3_core.check", *(session.posargs or ["--large", "--jobs", "2"]))
+
+
+@nox.session(python=PYTHON)
+def simulate(session: nox.Session) -> None:
+    """The deterministic simulator on fresh seeds for five minutes; a seed that fails replays exactly."""
+    install_packages(session, "m3-core")
+    session.run("python", "-m", "m3_core.check", *(session.posargs or ["--seconds", "300", "--jobs", "2"]))
+
+
+@nox.session(python=PYTHON)
+def minimums(session: nox.Session) -> None:
+    """m3-core's tests with the lowest versions that it allows."""
+    session.install("-r", "requirements/tests.txt", "attrs==23.2.0", "structlog==24.1.0")
+    install_packages(session, "m3-core")
+    session.run("pytest", "packages/m3-core/tests", "-q", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """The tests that need an NVIDIA GPU, in the environment that runs nox: it brings the torch that knows the GPU."""
+    paths = ":".join(str(Path(source).resolve()) for source in SOURCES)
+    session.run("python3", "-m", "pytest", "-m", "gpu", "tests/gpu", *session.posargs, env={"PYTHONPATH": paths}, external=True)
