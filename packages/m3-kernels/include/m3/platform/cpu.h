@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "m3/platform/cpu/residents.h"
+#include "m3/platform/cpu/tile.h"
 
 namespace m3::platform {
 
@@ -147,38 +148,24 @@ M3_DEVICE_INLINE Bits32 float_to_bits(float value) {
 
 namespace cpu {
 
-// Shows a chunk of a step to the wave: runs of `kRun` values, widened to fp32, at matrix[k][row].
-template <int kRun>
-M3_DEVICE_INLINE void show(float (*matrix)[kTile], int row, int step, int group, const Bytes16& chunk) {
-  const int first = (4 * step + group) * kRun;
-  for (int e = 0; e < kRun; ++e) {
-    const Bits32 bits = kRun == 4 ? chunk.word[e % 4] : (e % 2 == 0 ? chunk.word[e / 2] << 16 : chunk.word[e / 2] & 0xFFFF0000u);
-    matrix[first + e][row] = bits_to_float(bits);
-  }
-}
-
 template <int kRun, int kSteps, class Fragment>
 M3_DEVICE_INLINE void multiply(Accumulator& sum, const Fragment (&a)[kSteps], const Fragment (&b)[kSteps], int columns) {
-  constexpr int kDepth = 4 * kRun * kSteps;
-  static_assert(kDepth <= kTileDepth);
+  static_assert(4 * kRun * kSteps <= kTileDepth);
   Block& block = *current;
-  WaveExchange& exchange = block.exchange();
-  const int phase = block.exchange_phase();
-  const int lane = block.lane();
-  for (int step = 0; step < kSteps; ++step) {
-    for (int chunk = 0; chunk < kFragmentRows; ++chunk) {
-      const int row = fragment_row(lane, chunk);
-      show<kRun>(exchange.a[phase], row, step, fragment_group(lane), a[step].chunk[chunk]);
-      if (row < columns) show<kRun>(exchange.b[phase], row, step, fragment_group(lane), b[step].chunk[chunk]);
+  TileExchange& tile = block.exchange().tile[block.exchange_phase()];
+  const int lane = block.lane(), group = fragment_group(lane);
+  for (int chunk = 0; chunk < kFragmentRows; ++chunk) {
+    const int row = fragment_row(lane, chunk);
+    for (int step = 0; step < kSteps; ++step) tile.a[step][group][row] = a[step].chunk[chunk];
+    if (row >= columns) continue;
+    for (int step = 0; step < kSteps; ++step) {
+      std::memcpy(reinterpret_cast<char*>(tile.b[row]) + (4 * step + group) * sizeof(Bytes16), &b[step].chunk[chunk], sizeof(Bytes16));
     }
   }
+  for (int i = 0; i < Accumulator::kValues; ++i) tile.sum[accumulator_column(lane, i)][accumulator_row(lane, i)] = sum.value[i];
+  if (arrives_last(tile, block.live_lanes())) compute_tile(tile, kSteps, kRun, columns);
   block.wave_barrier();
-  if (accumulator_column(lane, 0) >= columns) return;
-  for (int k = 0; k < kDepth; ++k) {
-    for (int i = 0; i < Accumulator::kValues; ++i) {
-      sum.value[i] += exchange.a[phase][k][accumulator_row(lane, i)] * exchange.b[phase][k][accumulator_column(lane, i)];
-    }
-  }
+  for (int i = 0; i < Accumulator::kValues; ++i) sum.value[i] = tile.sum[accumulator_column(lane, i)][accumulator_row(lane, i)];
 }
 
 }  // namespace cpu

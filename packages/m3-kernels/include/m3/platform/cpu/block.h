@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "m3/platform/cpu/fiber.h"
+#include "m3/types.h"
 
 #ifndef M3_WAVE_WIDTH
 #define M3_WAVE_WIDTH 64
@@ -26,21 +27,37 @@ namespace m3::platform::cpu {
 constexpr int kWave = M3_WAVE_WIDTH;
 static_assert(kWave == 64 || kWave == 32, "a wave has 64 lanes (AMD) or 32 (NVIDIA)");
 
-// Rows or columns of a matrix tile, and the most K values one tile operation takes.
+// Rows or columns of a matrix tile, and the most K values that one tile operation takes.
 constexpr int kTile = 16;
 constexpr int kTileDepth = 128;
+
+// A tile operation's operands as the lanes lay them down, and its sums.
+struct TileExchange {
+  Bytes16 a[4][4][kTile];  // [step][group][row]
+  Bytes16 b[kTile][4][4];  // [column][step][group]: K ascending
+  alignas(64) float sum[kTile][kTile];  // [column][row]
+  int arrived = 0;
+  char key = 0;
+};
 
 // What the lanes of a wave show each other. Two copies, used in turn: a lane fills one only after every lane has left it.
 struct WaveExchange {
   std::uint32_t word[2][kWave];
-  float a[2][kTileDepth][kTile];
-  float b[2][kTileDepth][kTile];
+  TileExchange tile[2];
 };
 
 enum class State : std::uint8_t { ready, at_block_barrier, at_wave_barrier, ended };
 
+struct Wave {
+  WaveExchange exchange;
+  int live = 0;     // lanes that have not ended
+  int waiting = 0;  // lanes at the wave barrier
+  char key[2];
+};
+
 struct Thread : Fiber {
   int index = 0;
+  Wave* wave = nullptr;
   State state = State::ended;
   bool paused = false;
   std::uint8_t block_phase = 0;
@@ -53,7 +70,10 @@ class Block {
       : threads_(static_cast<std::size_t>(threads)),
         waves_(static_cast<std::size_t>((threads + kWave - 1) / kWave)),
         shared_(shared_bytes) {
-    for (int i = 0; i < threads; ++i) threads_[static_cast<std::size_t>(i)].index = i;
+    for (int i = 0; i < threads; ++i) {
+      threads_[static_cast<std::size_t>(i)].index = i;
+      threads_[static_cast<std::size_t>(i)].wave = &waves_[static_cast<std::size_t>(i / kWave)];
+    }
   }
 
   // Runs block `index` of `grid` blocks to its end: every thread calls `kernel(arguments)`.
@@ -63,30 +83,25 @@ class Block {
   int grid() const { return grid_; }
   int size() const { return static_cast<int>(threads_.size()); }
   int thread() const { return running_->index; }
-  int lane() const { return running_->index % kWave; }
+  int lane() const { return static_cast<int>(static_cast<unsigned>(running_->index) % kWave); }
   // The block's shared memory: 64-byte aligned, filled with 0xFF bytes (NaN, -1) when a launch starts.
   void* shared() { return shared_.data(); }
 
   void block_barrier();
   void wave_barrier();
   // The running lane's wave exchange and which copy is free for the next operation.
-  WaveExchange& exchange() { return waves_[static_cast<std::size_t>(running_->index / kWave)].exchange; }
+  WaveExchange& exchange() { return running_->wave->exchange; }
   int exchange_phase() const { return running_->wave_phase; }
+  // Lanes of the running lane's wave that have not ended.
+  int live_lanes() const { return running_->wave->live; }
   // Lets the others run: the caller polls something that has not come yet.
   void pause();
 
  private:
-  struct Wave {
-    WaveExchange exchange;
-    int live = 0;
-    int waiting = 0;
-    char key[2];
-  };
-
   static void enter_thread();
   void resume(Thread& thread);
   void leave(bool ends);
-  int open_wave_barrier(Wave& wave, int first);
+  void open_wave_barrier(Wave& wave, int first);
   void wait_for_others(int idle_rounds);
 
   std::vector<Thread> threads_;
@@ -156,7 +171,7 @@ M3_SWITCHES_STACK inline void Block::block_barrier() {
 
 M3_SWITCHES_STACK inline void Block::wave_barrier() {
   Thread* thread = running_;
-  Wave& wave = waves_[static_cast<std::size_t>(thread->index / kWave)];
+  Wave& wave = *thread->wave;
   char* key = &wave.key[thread->wave_phase ^= 1];
   order_before(key);
   thread->state = State::at_wave_barrier;
@@ -170,15 +185,13 @@ M3_SWITCHES_STACK inline void Block::pause() {
   leave(false);
 }
 
-M3_SWITCHES_STACK inline int Block::open_wave_barrier(Wave& wave, int first) {
-  if (wave.waiting == 0 || wave.waiting != wave.live) return 0;
+inline void Block::open_wave_barrier(Wave& wave, int first) {
   const int end = first + kWave < size() ? first + kWave : size();
   for (int i = first; i < end; ++i) {
     Thread& thread = threads_[static_cast<std::size_t>(i)];
     if (thread.state == State::at_wave_barrier) thread.state = State::ready;
   }
   wave.waiting = 0;
-  return 1;
 }
 
 // Every thread that can run only polls. The peer may need this very core (a worker process is often bound to one), so give it away:
@@ -217,7 +230,7 @@ M3_SWITCHES_STACK inline void Block::run(int index, int grid, void (*kernel)(con
   for (Thread& thread : threads_) {
     thread.state = State::ready;
     thread.block_phase = thread.wave_phase = 0;
-    thread.start_at(&Block::enter_thread);
+    thread.start_at(&Block::enter_thread, thread.index);
   }
   order_before(&start_key_);
   int idle_rounds = 0;
@@ -227,7 +240,7 @@ M3_SWITCHES_STACK inline void Block::run(int index, int grid, void (*kernel)(con
     for (Thread& thread : threads_) {
       if (thread.state != State::ready) continue;
       resume(thread);
-      Wave& wave = waves_[static_cast<std::size_t>(thread.index / kWave)];
+      Wave& wave = *thread.wave;
       if (thread.state == State::ended) {
         --live_;
         --wave.live;
@@ -237,7 +250,7 @@ M3_SWITCHES_STACK inline void Block::run(int index, int grid, void (*kernel)(con
       } else {
         progress = true;
       }
-      open_wave_barrier(wave, thread.index / kWave * kWave);
+      if (wave.waiting == wave.live && wave.waiting != 0) open_wave_barrier(wave, thread.index / kWave * kWave);
     }
     if (live_ > 0 && at_barrier_ == live_) {
       for (Thread& thread : threads_) {

@@ -29,19 +29,22 @@
 #ifdef M3_ASAN
 #include <sanitizer/common_interface_defs.h>
 #endif
-#if !defined(__x86_64__)
+// Other processors switch through the C library, which is slower (it saves the signal mask by a system call).
+#if defined(__x86_64__) && !defined(M3_PORTABLE_FIBERS)
+#define M3_FIBER_ASSEMBLY 1
+#else
 #include <ucontext.h>
 #endif
 
-// A function that runs while the stack changes under it must not be instrumented by ThreadSanitizer: its entry and exit would be
-// booked on different fibers.
+// A function that runs while the stack changes under it must not be instrumented by ThreadSanitizer: its entry and exit would be booked on
+// different fibers. Nor must the runtime's own counters, which the one OS thread of a block orders.
 #ifdef M3_TSAN
 #define M3_SWITCHES_STACK __attribute__((no_sanitize("thread"), noinline))
 #else
 #define M3_SWITCHES_STACK __attribute__((noinline))
 #endif
 
-#if defined(__x86_64__)
+#ifdef M3_FIBER_ASSEMBLY
 extern "C" void m3_fiber_switch(void** save_stack_pointer, void* load_stack_pointer);
 // The six callee-saved registers of the System V ABI travel on the stack; the control words of the FPU are the same in all fibers.
 asm(R"(
@@ -88,7 +91,7 @@ class Context {
 #ifdef M3_TSAN
     __tsan_switch_to_fiber(to.tsan_, __tsan_switch_to_fiber_no_sync);
 #endif
-#if defined(__x86_64__)
+#ifdef M3_FIBER_ASSEMBLY
     m3_fiber_switch(&from.stack_pointer_, to.stack_pointer_);
 #else
     swapcontext(&from.context_, &to.context_);
@@ -108,7 +111,7 @@ class Context {
  protected:
   const void* stack_ = nullptr;
   std::size_t stack_bytes_ = 0;
-#if defined(__x86_64__)
+#ifdef M3_FIBER_ASSEMBLY
   void* stack_pointer_ = nullptr;
 #else
   ucontext_t context_{};
@@ -126,7 +129,7 @@ class Fiber : public Context {
 #if defined(M3_TSAN) || defined(M3_ASAN)
   static constexpr std::size_t kStackBytes = 512 << 10;
 #else
-  static constexpr std::size_t kStackBytes = 128 << 10;
+  static constexpr std::size_t kStackBytes = 192 << 10;
 #endif
 
   Fiber() {
@@ -151,10 +154,12 @@ class Fiber : public Context {
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  // The next switch to this fiber calls `entry` on an empty stack; `entry` must not return.
-  void start_at(void (*entry)()) {
-#if defined(__x86_64__)
-    void** top = reinterpret_cast<void**>(static_cast<char*>(const_cast<void*>(stack_)) + kStackBytes);
+  // The next switch to this fiber calls `entry` on an empty stack; `entry` must not return. Stacks lie at equal distances, so that their tops
+  // would compete for the same few cache sets: fiber `index` leaves some lines unused at its top.
+  void start_at(void (*entry)(), int index) {
+    const std::size_t unused = static_cast<std::size_t>(index % kColours) * kColourBytes;
+#ifdef M3_FIBER_ASSEMBLY
+    void** top = reinterpret_cast<void**>(static_cast<char*>(const_cast<void*>(stack_)) + kStackBytes - unused);
     *--top = nullptr;  // the return address that `entry` would use; also aligns the stack as a call does
     *--top = reinterpret_cast<void*>(entry);
     for (int callee_saved = 0; callee_saved < 6; ++callee_saved) *--top = nullptr;
@@ -162,7 +167,7 @@ class Fiber : public Context {
 #else
     getcontext(&context_);
     context_.uc_stack.ss_sp = const_cast<void*>(stack_);
-    context_.uc_stack.ss_size = kStackBytes;
+    context_.uc_stack.ss_size = kStackBytes - unused;
     context_.uc_link = nullptr;
     makecontext(&context_, entry, 0);
 #endif
@@ -170,6 +175,8 @@ class Fiber : public Context {
 
  private:
   static constexpr std::size_t kGuardBytes = 4096;
+  static constexpr int kColours = 64;
+  static constexpr std::size_t kColourBytes = 17 * 64;
 };
 
 }  // namespace m3::platform::cpu

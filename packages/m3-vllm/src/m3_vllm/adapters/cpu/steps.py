@@ -62,11 +62,11 @@ class StepKind(Enum):
 class Steps:
     """Runs a model's steps: decides each, drives the executor around it, counts, and shows the counts.
 
-    Args:
+    Attributes:
         layers: the model's sparse layers by number.
         executor: the launches; None where only stock layers run.
         max_rows: rows of the widest launch.
-        board: where the counts are shown; None in a process without a server.
+        board: where the counts are shown.
         rank: this rank.
         world_size: ranks of the group.
     """
@@ -74,7 +74,7 @@ class Steps:
     layers: Mapping[int, SparseLayer]
     executor: FfnExecutor | None
     max_rows: int
-    board: StatusBoard | None
+    board: StatusBoard
     rank: int
     world_size: int
     _kind: StepKind = field(default=StepKind.DUMMY, init=False)
@@ -86,7 +86,7 @@ class Steps:
     def step(self, rows: int, *, intermediate_tensors: bool = False) -> Iterator[Mapping[int, LayerCallable]]:
         """Around one forward pass of ``rows`` rows: yields the layers to run in place of the stock ones, by number.
 
-        An exception inside a fused step marks this rank failed on every rank before it goes on, so that no peer waits for it.
+        An exception inside the pass marks this rank failed on every rank before it goes on, so that no launch of a peer waits for it.
 
         Raises:
             FaultError: a launch of this step, or of an earlier one, failed on any rank.
@@ -97,26 +97,32 @@ class Steps:
             yield {}
             return
         plan = self._plan(metadata, rows, intermediate_tensors)
-        if self.executor is None or not plan.fused:
+        executor, slots = self.executor, self._first.self_attn.slots()
+        if executor is None or slots is None or not plan.fused:
             self._kind = StepKind.STOCK
-            yield {}
+            with self._aborting():
+                yield {}
             self._stock_steps += 1
             return
         self._kind = StepKind.FUSED
-        executor = self.executor
-        slots = self._first.self_attn.slots()
-        assert slots is not None
         executor.begin_step(slots)
-        try:
+        with self._aborting():
             yield {number: layer for number in self.layers if (layer := executor.layer(number)) is not None}
-        except BaseException:
-            executor.abort()
-            raise
         try:
             executor.after_step()
         finally:
             self._fused_steps += 1
             self.publish()
+
+    @contextlib.contextmanager
+    def _aborting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._kind = StepKind.DUMMY
+            if self.executor is not None:
+                self.executor.abort()
+            raise
 
     def output(self) -> None:
         """Once for every step that tokens are sampled from, before its logits; further calls for the same step do nothing.
@@ -140,8 +146,6 @@ class Steps:
 
     def publish(self) -> None:
         """Show the counts as they are now."""
-        if self.board is None:
-            return
         status = RankStatus(
             rank=self.rank,
             world_size=self.world_size,
@@ -150,13 +154,6 @@ class Steps:
             outputs=self._outputs,
         )
         self.board.publish(status if self.executor is None else self._with_executor(status, self.executor))
-
-    def close(self) -> None:
-        """Release peer memory and board; idempotent."""
-        if self.executor is not None:
-            self.executor.close()
-        if self.board is not None:
-            self.board.close()
 
     @property
     def _first(self) -> SparseLayer:
@@ -246,11 +243,10 @@ def _close_all(boards: list[StatusBoard]) -> None:
         board.close()
 
 
-def _release(executor: FfnExecutor | None, board: StatusBoard | None) -> None:
+def _release(executor: FfnExecutor | None, board: StatusBoard) -> None:
     if executor is not None:
         executor.close()
-    if board is not None:
-        board.close()
+    board.close()
 
 
 def _executor(
