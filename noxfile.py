@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def typecheck(session: nox.Session) -> None:
     session.install("-r", "requirements/typecheck.txt")
     install_serving(session)
     install_packages(session, *PACKAGES)
-    session.run("mypy", *[f"packages/{name}/src/{name.replace('-', '_')}" for name in PACKAGES])
+    session.run("mypy", *[f"packages/{name}/src/{name.replace('-', '_')}" for name in PACKAGES], "packages/m3-core/tests/typing_surface.py")
 
 
 @nox.session(python=PYTHON)
@@ -66,6 +67,22 @@ def tests(session: nox.Session) -> None:
     install_serving(session)
     install_packages(session, *PACKAGES)
     session.run("pytest", "-m", "not gpu and not tsan", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(python=PYTHON)
+def model(session: nox.Session) -> None:
+    """Explore the protocol's worlds, the large ones too, and every wrong protocol."""
+    install_packages(session, "m3-core")
+    session.run("python", "-m", "m3_core.check", "--large", "--jobs", "2", *session.posargs)
+    session.run("python", "-m", "m3_core.check", "--mutants", "--jobs", "2")
+
+
+@nox.session(python=PYTHON)
+def simulate(session: nox.Session) -> None:
+    """Random runs of many ranks for ten minutes, or as posargs say (`-- --seconds 60 --seed 7`); a failure prints the seed that replays it."""
+    install_packages(session, "m3-core")
+    seed = secrets.randbelow(10**9)
+    session.run("python", "-m", "m3_core.check", "--jobs", "2", *(session.posargs or ["--seconds", "600", "--seed", str(seed)]))
 
 
 @nox.session(python=PYTHON)
