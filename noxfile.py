@@ -114,5 +114,3 @@ def wheels(session: nox.Session) -> None:
         session.run("python", "-m", "pip", "uninstall", "-q", "-y", *PACKAGES, silent=True)
         session.install("--find-links", str(dist), name)
         session.run("pytest", f"packages/{name}/tests", "-m", "not gpu and not tsan and not serving", "-q", env=TEST_ENVIRONMENT)
-
-

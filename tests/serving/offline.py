@@ -34,7 +34,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         *zip(generated, output.outputs[0].logprobs, strict=True),
     ]
     result = {"generated": generated, "logprobs": [entry[token].logprob for token, entry in scored], "choices": choices}
-    # Without a bound of its own the engine kills its workers, and vLLM's shared memory stays behind.
     engine.llm_engine.engine_core.shutdown(timeout=60)
     return result
 

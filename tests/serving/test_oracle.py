@@ -186,6 +186,16 @@ def test_free_reference_agrees(model: TinyModel, checkpoint: Path, stock: Run) -
     assert difference.median() <= limit.mean
 
 
+def test_launches_give_the_same_bits(checkpoint: Path, prompt: list[int], stock: Run, tmp_path: Path) -> None:
+    """With the launches in place of the stock halves at decode: the same tokens and log-probabilities, not only close ones."""
+    fused = engine_run(checkpoint, prompt, {"mode": "require"}, tmp_path)
+    assert torch.equal(fused.sequence, stock.sequence)
+    assert torch.equal(fused.logprobs, stock.logprobs)
+    # The prompt's rows went through the stock router, the others through the launches.
+    assert {rows.shape[0] for rows in stock.picks.values()} == {PROMPT_TOKENS + GENERATED - 1}
+    assert {rows.shape[0] for rows in fused.picks.values()} == {PROMPT_TOKENS}
+
+
 def test_the_bound_notices_a_wrong_model(model: TinyModel, checkpoint: Path, stock: Run) -> None:
     """The same comparison fails for a reference without the offset of the up branch, and for one with the experts' weights halved."""
     for wrong in ("offset", "scaling"):

@@ -6,8 +6,10 @@ import time
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from m3_comm.agreement import CONFIRM_SECONDS, PHASE_BYTES_LIMIT, LocalAgreement, TorchAgreement, joint_stage
+from m3_comm.agreement import CONFIRM_SECONDS, MESSAGE_TAG, PHASE_BYTES_LIMIT, LocalAgreement, TorchAgreement, joint_stage
 from m3_core.errors import CollectiveError, ConfigurationError
 from m3_core.ports import AgreementChannel
 
@@ -114,6 +116,47 @@ def test_a_killed_rank_is_named_at_once(ranks: Any, world_size: int, last: bool)
             assert outcome.error is None, outcome.trace
             # The survivors learn it from the closed connection, long before the bound of 60 s.
             assert outcome.value < 30.0
+
+
+class DiesBetweenSends(TorchAgreement):
+    """Is killed once rank 0 has its frame, and before any other rank has."""
+
+    def _trade(self, incoming: Any, outgoing: Any, deadline: float) -> Any:
+        frame = torch.frombuffer(bytearray(outgoing[0]), dtype=torch.uint8)
+        answer = torch.empty(incoming[0], dtype=torch.uint8)
+        receive = dist.irecv(answer, group=self._group, group_src=0, tag=MESSAGE_TAG)
+        send = dist.isend(frame, group=self._group, group_dst=0, tag=MESSAGE_TAG)
+        assert receive is not None
+        assert send is not None
+        send.wait()
+        receive.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Unconfirmed(TorchAgreement):
+    """Without the second round."""
+
+    def _confirm(self, *args: Any) -> None:
+        pass
+
+
+def _partial(channel: TorchAgreement, kind: type[TorchAgreement]) -> list[int]:
+    channel.agree("before", None)
+    agreement = (DiesBetweenSends if channel.rank == 2 else kind)(channel._group, 30.0)
+    try:
+        agreement.agree("phase", None)
+    except CollectiveError as error:
+        return [v.rank for v in error.verdicts if v.reason is not None]
+    return []
+
+
+def test_a_rank_that_dies_between_two_sends_fails_the_phase_on_all_others(ranks: Any) -> None:
+    outcomes = ranks(4, _partial, TorchAgreement)
+    assert [o.exit_code for o in outcomes] == [0, 0, -signal.SIGKILL, 0]
+    assert [outcomes[r].value for r in (0, 1, 3)] == [[2], [2], [2]]
+    # The same with the second round taken away: rank 0 goes on alone.
+    outcomes = ranks(4, _partial, Unconfirmed)
+    assert [outcomes[r].value for r in (0, 1, 3)] == [[], [2], [2]]
 
 
 def _stopped(channel: TorchAgreement, missing: tuple[int, ...]) -> tuple[float, list[int]] | None:

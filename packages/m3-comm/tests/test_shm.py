@@ -19,8 +19,8 @@ from m3_comm.peer_buffer import PeerBuffer
 from m3_comm.processes import ProcessIdentity, start_ticks
 from m3_comm.reaper import reap
 from m3_comm.transports.base import Handle
-from m3_comm.transports.segments import SegmentName, abandoned, segments
-from m3_comm.transports.shm import DEFAULT_DIRECTORY, ShmTransport
+from m3_comm.transports.segments import DEFAULT_DIRECTORY, SegmentName, abandoned, segments
+from m3_comm.transports.shm import ShmTransport
 from m3_core.errors import CollectiveError, ConfigurationError, ResourceError
 
 PAGE = 4096
@@ -187,10 +187,11 @@ def _hold(label: str, exits: bool) -> tuple[int, int, str]:
 
 
 def test_start_up_reaps_the_segments_of_dead_owners_only() -> None:
+    # In this order: a transport that starts reaps too.
+    living, stay, living_name = _hold("living", exits=False)
     dead, pipe, dead_name = _hold("dead", exits=True)
     os.waitpid(dead, 0)
     os.close(pipe)
-    living, stay, living_name = _hold("living", exits=False)
     assert dead_name in reap()
     names = os.listdir(DEFAULT_DIRECTORY)
     assert dead_name not in names
@@ -226,6 +227,14 @@ def test_an_owner_of_another_id_namespace_is_judged_by_its_lock(tmp_path: Path) 
         os.close(descriptor)
         assert reap(tmp_path) == (str(segment),)
     assert not abandoned(tmp_path, segment)
+
+
+def test_a_transport_that_starts_reaps(tmp_path: Path) -> None:
+    own = ProcessIdentity.current()
+    left = tmp_path / str(SegmentName(ProcessIdentity(own.boot, own.namespace, own.process, own.start_ticks - 1), "", 0))
+    left.touch()
+    ShmTransport(tmp_path)
+    assert not left.exists()
 
 
 def test_reaping_where_there_is_no_shared_memory_does_nothing(tmp_path: Path) -> None:

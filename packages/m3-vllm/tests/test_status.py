@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from multiprocessing.connection import Connection
+import subprocess
+import sys
 from pathlib import Path
 
 import attrs
@@ -92,23 +92,28 @@ def test_instance_label_keeps_what_a_label_holds() -> None:
     assert instance_label("-") == "0"
 
 
-def _hold_board(directory: Path, ready: Connection) -> None:
-    board = StatusBoard("dead", 0, directory)
-    board.publish(FULL)
-    ready.send(True)
-    ready.recv()
+HOLD_A_BOARD = """
+import sys
+from pathlib import Path
+
+from m3_vllm.status import RankStatus, StatusBoard
+
+board = StatusBoard("dead", 0, Path(sys.argv[1]))
+board.publish(RankStatus(0, 1, launches=12))
+print("published", flush=True)
+sys.stdin.read()
+"""
 
 
 def test_board_of_a_killed_worker_is_neither_shown_nor_kept(directory: Path) -> None:
-    here, there = multiprocessing.Pipe()
-    worker = multiprocessing.get_context("spawn").Process(target=_hold_board, args=(directory, there))
-    worker.start()
-    assert here.poll(60)
-    assert here.recv()
-    assert read_boards("dead", directory) == (FULL,)
-    assert reap(directory) == ()
-    worker.kill()
-    worker.join(30)
+    command = [sys.executable, "-c", HOLD_A_BOARD, str(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"published\n"
+        assert read_boards("dead", directory) == (RankStatus(0, 1, launches=12),)
+        assert reap(directory) == ()
+        worker.kill()
+        worker.wait(30)
     assert read_boards("dead", directory) == ()
     assert len(reap(directory)) == 1
     assert list(directory.iterdir()) == []

@@ -1,8 +1,8 @@
 """Agreement between the ranks of one node: every rank's payload or reason reaches every rank, or all of them learn who is missing.
 
 One ``gather`` is two rounds of point-to-point messages. In the first, each rank sends its frame to every other one. In the second,
-each rank tells the others whether it holds all frames. Without the second round a rank that gave up waiting would raise while the
-late one, which finds its frame already there, goes on alone. All waits of a ``gather`` share one deadline: ``timeout`` for the
+each rank tells the others whether it holds all frames. Without the second round, a rank that dies between two sends would let those
+that have its frame go on, into whatever the others do not enter. All waits of a ``gather`` share one deadline: ``timeout`` for the
 frames, and ``CONFIRM_SECONDS`` more for the confirmations.
 
 A collective operation would be shorter, but its time-out does not say who is missing. Waits on single peers do.
@@ -223,7 +223,7 @@ class TorchAgreement:
     def _confirm(self, phase: str, sequence: int, frames: Mapping[int, _Frame], problems: dict[int, str], deadline: float) -> None:
         """Second round: tell the peers that came which ranks are missing here, and hear the same from them; adds to ``problems``."""
         present = [p for p in frames if p not in problems]
-        missing = sum(1 << p for p in problems).to_bytes(8, "little")
+        missing = sum(1 << p for p in problems).to_bytes(self._world_size // 8 + 1, "little")
         own = _Frame(sequence, os.getpid(), len(missing), phase, _Kind.CONFIRM, missing)
         raw, lost = self._trade(dict.fromkeys(present, _FRAME_BYTES), dict.fromkeys(present, own.encode()), deadline + CONFIRM_SECONDS)
         confirms = self._decode(raw, lost)

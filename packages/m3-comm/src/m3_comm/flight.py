@@ -17,8 +17,10 @@ from pathlib import Path
 import attrs
 import structlog
 
+from m3_comm.agreement import joint_stage
 from m3_comm.peer_buffer import PeerBuffer
 from m3_comm.processes import ProcessIdentity, start_ticks
+from m3_comm.transports.base import HostMappingTransport
 from m3_comm.transports.shm import ShmTransport
 from m3_core.errors import ConfigurationError, ResourceError
 from m3_core.faults import Site, site_word
@@ -187,9 +189,11 @@ class FlightHeader:
 class FlightRecorder:
     """This rank's ring and its view of the others'; made by ``create``."""
 
-    def __init__(self, rings: PeerBuffer, header: FlightHeader) -> None:
+    def __init__(self, rings: PeerBuffer, header: FlightHeader, device: HostMappingTransport | None) -> None:
         """Wrap mapped rings; ``create`` is the way to make one."""
         self._rings = rings
+        self._device = device
+        self._device_address = None if device is None else device.map_host(rings.local, rings.nbytes)
         self._header = header
         self._lock = threading.Lock()
         self._recorded = 0
@@ -202,7 +206,7 @@ class FlightRecorder:
         launches: int = DEFAULT_LAUNCHES,
         host_records: int = DEFAULT_HOST_RECORDS,
         clock: FlightClock | None = None,
-        transport: ShmTransport | None = None,
+        device: HostMappingTransport | None = None,
     ) -> FlightRecorder:
         """Build the rings of all ranks together.
 
@@ -211,10 +215,10 @@ class FlightRecorder:
             launches: launches kept, 1 KiB each.
             host_records: host records kept, 32 bytes each.
             clock: of the launches; the host's monotonic clock if None.
-            transport: shared memory of the host; a device writes to it through the host's memory.
+            device: whose launches record; None if they run on the host.
 
         Raises:
-            CollectiveError: as ``PeerBuffer.create``; nothing is kept.
+            CollectiveError: as ``PeerBuffer.create``, or a device cannot map its ring; nothing is kept.
         """
         identity = ProcessIdentity.current()
         header = FlightHeader(
@@ -229,14 +233,27 @@ class FlightRecorder:
             identity.boot,
         )
         sizes = {"flight launches": launches, "flight host records": host_records, "flight version": FLIGHT_VERSION}
-        rings = PeerBuffer.create(channel, transport or ShmTransport(), header.nbytes, fingerprint=sizes)
-        ctypes.memmove(rings.local, header.encode(), _HEADER.size)
-        return cls(rings, header)
+        rings = PeerBuffer.create(channel, ShmTransport(), header.nbytes, fingerprint=sizes)
+        recorders: list[FlightRecorder] = []
+
+        def finish() -> None:
+            ctypes.memmove(rings.local, header.encode(), _HEADER.size)
+            recorders.append(cls(rings, header, device))
+
+        try:
+            joint_stage(channel, "flight-recorder/map", finish)
+        except BaseException:
+            for recorder in recorders:
+                recorder.close()
+            rings.close()
+            raise
+        return recorders[0]
 
     @property
     def address(self) -> int:
-        """Address of the own ring, for the launches."""
-        return self._rings.local
+        """Address of the own ring as the launches see it; raises ResourceClosed after ``close``."""
+        local = self._rings.local
+        return local if self._device_address is None else self._device_address
 
     @property
     def launches(self) -> int:
@@ -312,8 +329,18 @@ class FlightRecorder:
         return tuple(written)
 
     def close(self) -> None:
-        """Unmap all rings; does nothing the second time."""
-        self._rings.close()
+        """Unmap all rings, the device's view of the own one first; does nothing the second time.
+
+        Raises:
+            ResourceError: something could not be released; the rest has been.
+        """
+        if self._rings.closed:
+            return
+        try:
+            if self._device is not None:
+                self._device.unmap_host(self._rings.local)
+        finally:
+            self._rings.close()
 
 
 def _is_of(path: Path, header: FlightHeader) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from m3_comm.transports.segments import remove_abandoned
-from m3_comm.transports.shm import DEFAULT_DIRECTORY
+from m3_comm.transports.segments import DEFAULT_DIRECTORY, remove_abandoned
 
 
 def reap(directory: Path = DEFAULT_DIRECTORY) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ that a rank (perhaps another one) failed; ``ResourceError`` says that the machin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +15,21 @@ if TYPE_CHECKING:
 
 
 class M3Error(Exception):
-    """Base of every error that m3 raises on purpose."""
+    """Base of every error that m3 raises on purpose.
+
+    Survives pickling with its type, message, attributes and notes, whatever its constructor takes: a server's ranks are processes, and
+    their errors travel between them. The cause stays behind, as it does for every exception.
+    """
+
+    def __reduce__(self) -> tuple[Callable[..., M3Error], tuple[type[M3Error], tuple[object, ...], dict[str, object]]]:
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[M3Error], arguments: tuple[object, ...], attributes: dict[str, object]) -> M3Error:
+    """An error as it was pickled, without its constructor: what that takes is not what an exception keeps in ``args``."""
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(attributes)
+    return error
 
 
 class ConfigurationError(M3Error, ValueError):

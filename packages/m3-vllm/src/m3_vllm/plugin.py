@@ -18,7 +18,6 @@ def register() -> None:
     """
     try:
         if importlib.util.find_spec("vllm") is None:
-            log.info("plugin_idle", reason="vllm is not installed")
             return
         from m3_vllm.adapters import register_adapters
 

@@ -22,8 +22,7 @@ import attrs
 import structlog
 
 from m3_comm.processes import ProcessIdentity
-from m3_comm.transports.segments import SegmentName, segments
-from m3_comm.transports.shm import DEFAULT_DIRECTORY
+from m3_comm.transports.segments import DEFAULT_DIRECTORY, SegmentName, segments
 from m3_core.errors import ResourceError
 
 log = structlog.get_logger(__name__)

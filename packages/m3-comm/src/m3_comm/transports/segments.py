@@ -23,6 +23,8 @@ from m3_core.errors import ConfigurationError
 log = structlog.get_logger(__name__)
 
 _NAME = re.compile(r"m3\.(?P<owner>[0-9a-f-]+)\.(?P<label>[0-9a-zA-Z_]*)\.(?P<count>[0-9]+)")
+DEFAULT_DIRECTORY = Path("/dev/shm")
+
 _POLL_SECONDS = 0.01
 
 

@@ -20,13 +20,13 @@ import structlog
 import torch
 
 from m3_comm.processes import ProcessIdentity
+from m3_comm.reaper import reap
 from m3_comm.transports.base import Allocation, Handle, Mapping, round_up
-from m3_comm.transports.segments import SegmentName, sweep
+from m3_comm.transports.segments import DEFAULT_DIRECTORY, SegmentName, sweep
 from m3_core.errors import ResourceError
 
 log = structlog.get_logger(__name__)
 
-DEFAULT_DIRECTORY = Path("/dev/shm")
 SWEEP_SECONDS = 1.0
 """How long ``sweep`` waits for dying owners: well within the 2 s in which survivors end."""
 
@@ -69,12 +69,13 @@ class ShmTransport:
     frees_after_peers = False
 
     def __init__(self, directory: Path = DEFAULT_DIRECTORY) -> None:
-        """Own nothing yet.
+        """Own nothing yet; remove what processes that are dead left in the directory.
 
         Args:
             directory: a mounted tmpfs that all ranks see; other than ``/dev/shm`` for tests only.
         """
         self._directory = Path(directory)
+        reap(self._directory)
         self._owned: dict[Allocation, _Segment] = {}
         self._mapped: set[int] = set()
         self._counter = itertools.count()

@@ -7,6 +7,7 @@ ordinary metric objects write; there the boards are copied to such objects whene
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from prometheus_client.registry import Collector
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from m3_comm.reaper import reap
 from m3_vllm.status import RankStatus, board_instance, read_boards
 
 COUNTERS = {
@@ -91,6 +93,9 @@ class M3StatLogger(StatLoggerBase):
         global _collector, _copier
         self._engine = str(engine_index)
         self._instance = board_instance(vllm_config.instance_id, engine_index)
+        # A worker that was killed could not take its board away. This process ends after the workers; once is enough for all engines.
+        atexit.unregister(reap)
+        atexit.register(reap)
         if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
             _copier = _copier or BoardCopier()
             return

@@ -17,8 +17,8 @@ import torch
 from attrs import frozen
 
 from m3_comm.agreement import LocalAgreement
-from m3_comm.transports.segments import abandoned, segments
-from m3_comm.transports.shm import DEFAULT_DIRECTORY, ShmTransport
+from m3_comm.transports.segments import DEFAULT_DIRECTORY, abandoned, segments
+from m3_comm.transports.shm import ShmTransport
 from m3_core.errors import M3Error
 from m3_kernels.build.cpu import default_library
 from m3_kernels.ffn import ExpertFormat, FfnConstants, FfnShape, FfnWeights

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +31,8 @@ log = structlog.get_logger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 MARK = "M3_SERVER_MARK"
-"""Environment variable with a value of this server's own: every process that descends from it carries it, whatever it calls itself."""
+"""Environment variable with a value of this server's own, which its descendants inherit. A process that changes its title (vLLM's
+workers do) overwrites what /proc shows of its environment; it is known by its session."""
 POLL_SECONDS = 0.1
 
 
@@ -48,6 +49,8 @@ def cpu_environment(ranks: int, base: Mapping[str, str] | None = None) -> dict[s
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # vLLM kills a worker that takes longer, and its shared memory then stays behind; a loaded machine needs more than the default 5 s.
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "30",
     }
     return {**defaults, **(os.environ if base is None else base)}
 
@@ -59,7 +62,7 @@ class Stopped:
     Attributes:
         code: its exit code; None if it never started.
         processes: "pid command" of its processes that still ran; they have been killed since.
-        segments: names in /dev/shm that appeared while it ran, outlived it and are mapped by nobody.
+        segments: names in /dev/shm that its processes mapped and that outlived them.
     """
 
     code: int | None
@@ -107,7 +110,6 @@ class Server:
     _log: IO[bytes] | None = field(default=None, init=False)
     _stopped: Stopped | None = field(default=None, init=False)
     _mark: str = field(factory=lambda: secrets.token_hex(8), init=False)
-    _segments_before: frozenset[str] = field(default=frozenset(), init=False)
 
     def __enter__(self) -> Server:
         """Start and wait; stops what it started if the wait fails."""
@@ -139,7 +141,6 @@ class Server:
         """Start the process; returns at once."""
         if self._process is not None:
             raise ResourceError(f"the server already runs as process {self._process.pid}; make another Server")
-        self._segments_before = _segments()
         self.port = self.port or _free_port()
         command = [
             sys.executable,
@@ -181,6 +182,17 @@ class Server:
             )
         raise ResourceError(f"the server did not answer within {self.ready_seconds} s; the end of {self.log_file}:\n{self.tail()}")
 
+    def wait_end(self, seconds: float) -> int:
+        """Wait for the server to end by itself; returns its exit code.
+
+        Raises:
+            ResourceError: it still runs after ``seconds``.
+        """
+        try:
+            return self._running().wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise ResourceError(f"the server still runs after {seconds} s; the end of {self.log_file}:\n{self.tail()}") from None
+
     def get(self, path: str, seconds: float = 30.0) -> str:
         """Body of ``GET path``; raises ResourceError on any status but 200."""
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)) as connection:
@@ -211,6 +223,10 @@ class Server:
                     yield json.loads(text.removeprefix("data: "))
         raise ResourceError(f"the stream of {path} ended before its last event; the end of {self.log_file}:\n{self.tail()}")
 
+    def segments(self) -> frozenset[str]:
+        """Names in /dev/shm that its processes map now."""
+        return _mapped(self.processes())
+
     def stop(self) -> Stopped:
         """SIGTERM, wait within ``stop_seconds``, then look for what is left and end it; a second call returns the same."""
         process = self._process
@@ -218,6 +234,7 @@ class Server:
             return self._stopped or Stopped(code=None)
         begin = time.monotonic()
         deadline = begin + self.stop_seconds
+        own = self.segments()
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
@@ -225,19 +242,18 @@ class Server:
             except subprocess.TimeoutExpired:
                 log.error("server_did_not_stop", pid=process.pid, seconds=self.stop_seconds)
         # The parent may be gone a moment before its children are: they get what is left of the bound.
-        for pid in self._descendants():
+        for pid in self.processes():
             _wait_for_end(pid, deadline)
-        remaining = self._descendants()
+        remaining = self.processes()
         for pid in remaining:
             _kill(pid)
         process.wait(self.stop_seconds)
         if self._log is not None:
             self._log.close()
-        new = _segments() - self._segments_before
         self._stopped = Stopped(
             code=process.returncode,
             processes=tuple(f"{pid} {command}" for pid, command in remaining.items()),
-            segments=tuple(sorted(new - _mapped(new))),
+            segments=tuple(sorted(name for name in own if (SHARED_MEMORY / name).exists())),
         )
         log.info("server_stopped", seconds=round(time.monotonic() - begin, 1), code=process.returncode, problem=self._stopped.problem())
         return self._stopped
@@ -263,15 +279,18 @@ class Server:
         connection.request("POST", path, json.dumps(dict(body)), {"Content-Type": "application/json"})
         return connection
 
-    def _descendants(self) -> dict[int, str]:
-        """Living processes that carry this server's mark, with their command lines."""
+    def processes(self) -> dict[int, str]:
+        """Living processes of this server's session or with its mark: process id -> command line, which vLLM sets to a name."""
+        leader = self._running().pid
         mark = f"{MARK}={self._mark}".encode()
         found: dict[int, str] = {}
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit():
                 continue
             try:
-                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                # After the name in brackets: state, parent, group, session.
+                state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+                if state != "Z" and (int(session) == leader or mark in (folder / "environ").read_bytes().split(b"\0")):
                     found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             except OSError:
                 # Ended meanwhile, or another user's: not ours to wait for.
@@ -293,21 +312,16 @@ def _free_port() -> int:
         return port
 
 
-def _segments() -> frozenset[str]:
-    return frozenset(entry.name for entry in SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else frozenset()
-
-
-def _mapped(names: frozenset[str]) -> set[str]:
-    """Those of ``names`` that a living process maps: another program's, not a leftover."""
-    mapped: set[str] = set()
-    for folder in Path("/proc").iterdir():
-        if names - mapped and folder.name.isdigit():
-            try:
-                maps = (folder / "maps").read_text(errors="replace")
-            except OSError:
-                continue
-            mapped |= {name for name in names if f"{SHARED_MEMORY}/{name}" in maps}
-    return mapped
+def _mapped(processes: Iterable[int]) -> frozenset[str]:
+    """Names in /dev/shm that any of the processes maps."""
+    names: set[str] = set()
+    for pid in processes:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        names.update(line.partition(f" {SHARED_MEMORY}/")[2] for line in lines)
+    return frozenset(name for name in names if name and not name.endswith(" (deleted)"))
 
 
 def _wait_for_end(pid: int, deadline: float) -> None:

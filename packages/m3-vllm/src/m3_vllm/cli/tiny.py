@@ -76,7 +76,7 @@ def write(directory: Path, model: TinyModel) -> int:
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise RefusalError([f"package {name} is not installed" for name in missing], "to write a checkpoint here (install m3-vllm[cpu])")
+        raise RefusalError([f"package {name} is not installed (python -m pip install {name})" for name in missing], "to write a checkpoint")
     directory = directory.absolute()
     replaces = _may_replace(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)

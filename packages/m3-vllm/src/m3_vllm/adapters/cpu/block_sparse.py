@@ -15,8 +15,6 @@ from m3_vllm.adapters.cpu.arithmetic import tiled_product
 INIT_SCORE = 1e30
 LOCAL_SCORE = 1e29
 """Scores that force a block; where a block is both, local is written last and stands (MiniMax-M3 facts: indexer semantics)."""
-NAN_SCORE = -1e30
-"""What a NaN score counts as; such a block is still visible."""
 ATTENTION_TILE_ROWS = 16
 """Rows whose blocks are gathered together; bounds the copy of keys and values to rows x kv heads x top-k blocks."""
 
@@ -60,7 +58,8 @@ def select_blocks(
         keys = index_cache[block_table[request, :blocks].long()].reshape(blocks * block_tokens, width)
         scores = tiled_product(index_query[first:end].reshape(-1, width), keys).view(end - first, heads, -1)
         future = torch.arange(blocks * block_tokens, device=keys.device) > position
-        scores = torch.nan_to_num(scores, nan=NAN_SCORE, posinf=float("inf"), neginf=float("-inf"))
+        # A block with a NaN score is the last of the visible ones.
+        scores = torch.nan_to_num(scores, nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
         best = scores.masked_fill(future.unsqueeze(1), float("-inf")).view(end - first, heads, blocks, block_tokens).amax(dim=-1)
 
         block = torch.arange(blocks, device=keys.device)

@@ -19,7 +19,7 @@ from m3_vllm.adapters.cpu.layers import DenseLayer, LayerCallable, SparseLayer
 from m3_vllm.adapters.cpu.norm import GemmaNorm
 from m3_vllm.adapters.cpu.requirements import check
 from m3_vllm.adapters.cpu.weights import load_weights
-from m3_vllm.settings import Experts, Settings
+from m3_vllm.settings import Settings
 
 
 class MiniMaxM3CPUModel(nn.Module):
@@ -143,11 +143,6 @@ class MiniMaxM3ForCPU(nn.Module):
 
         Raises:
             RefusalError: mode "require" and the launches cannot be built, with all reasons of all ranks.
-            CollectiveError: mode "require" and building failed on some rank.
+            CollectiveError: weights could not be prepared on some rank; or mode "require" and building failed on some rank.
         """
-        layers = self.model.sparse_layers()
-        for layer in layers.values():
-            if self.settings.experts is Experts.MXFP4:
-                layer.block_sparse_moe.experts.quantise()
-            layer.block_sparse_moe.prepare()
-        self.steps = steps.build(layers, self.config, self.model.constants, self.vllm_config, self.settings)
+        self.steps = steps.build(self.model.sparse_layers(), self.config, self.model.constants, self.vllm_config, self.settings)

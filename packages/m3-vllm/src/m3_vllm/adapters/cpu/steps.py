@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import json
 import weakref
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -16,23 +15,24 @@ from typing import Any
 
 import structlog
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
-from m3_comm.agreement import LocalAgreement, TorchAgreement
+from m3_comm.agreement import LocalAgreement, TorchAgreement, joint_stage
+from m3_comm.reaper import reap
 from m3_comm.transports.shm import ShmTransport
-from m3_core.epochs import EPOCH_LIMIT, EpochBudget
 from m3_core.errors import CollectiveError, M3Error, RefusalError
 from m3_core.plan import GraphMode, StepFacts, StepPlan, plan_step
 from m3_core.ports import AgreementChannel
-from m3_kernels.ffn import ExpertFormat, FfnConstants, FfnShape, FfnWeights
+from m3_kernels.ffn import FfnConstants, FfnWeights
 from m3_vllm.adapters.cpu.layers import LayerCallable, SparseLayer
 from m3_vllm.adapters.cpu.paging import BlockSparseMetadata
+from m3_vllm.adapters.cpu.refusals import LaunchRequest, agreed_refusals
 from m3_vllm.executor import FfnExecutor
 from m3_vllm.executor import SparseLayer as ExecutorLayer
-from m3_vllm.settings import Mode, Settings
+from m3_vllm.settings import Experts, Mode, Settings
 from m3_vllm.status import RankStatus, StatusBoard, board_instance
 
 log = structlog.get_logger(__name__)
@@ -49,66 +49,6 @@ def tensor_parallel_channel() -> AgreementChannel:
     return LocalAgreement() if group.world_size == 1 else TorchAgreement(group.cpu_group)
 
 
-def agreed_refusals(channel: AgreementChannel, reasons: list[str]) -> tuple[str, ...]:
-    """Every rank's reasons not to build the launches; a collective. Equal reasons of several ranks are named once."""
-    ranks = channel.gather("adapter.refusals", json.dumps(reasons).encode())
-    found: dict[str, list[int]] = {}
-    for rank, payload in enumerate(ranks):
-        for reason in json.loads(payload):
-            found.setdefault(reason, []).append(rank)
-    return tuple(reason if len(where) == len(ranks) else f"{reason} (on rank {where})" for reason, where in found.items())
-
-
-@frozen
-class LaunchRequest:
-    """What is needed to build the launches, or why they cannot be built.
-
-    Attributes:
-        shape: sizes on this rank; None if they are refused.
-        budget: when an epoch reset falls; None if the setting is refused.
-        reasons: every reason against building.
-    """
-
-    shape: FfnShape | None
-    budget: EpochBudget | None
-    reasons: tuple[str, ...]
-
-    @classmethod
-    def collect(cls, config: Any, layers: int, ranks: int, max_rows: int, settings: Settings, format: ExpertFormat) -> LaunchRequest:
-        """Check sizes and settings on this rank alone.
-
-        Args:
-            config: the checkpoint's text configuration.
-            layers: number of sparse layers.
-            ranks: tensor-parallel width.
-            max_rows: rows of the widest launch.
-            settings: m3's settings.
-            format: how the experts are held.
-        """
-        reasons: list[str] = []
-        shape: FfnShape | None = None
-        try:
-            shape = FfnShape(
-                hidden=config.hidden_size,
-                intermediate=config.intermediate_size // ranks,
-                experts=config.num_local_experts,
-                top_k=config.num_experts_per_tok,
-                world_size=ranks,
-                max_rows=max_rows,
-            )
-        except RefusalError as error:
-            reasons += error.reasons
-        else:
-            reasons += shape.format_reasons(format)
-        budget = EpochBudget(layers)
-        if settings.reset_steps is not None:
-            if settings.reset_steps > budget.reset_step:
-                reasons.append(f"reset_steps={settings.reset_steps} is above {budget.reset_step}, the last safe step for {layers} layers")
-            else:
-                budget = EpochBudget(layers, uncounted=EPOCH_LIMIT - settings.reset_steps * layers)
-        return cls(shape, budget, tuple(reasons))
-
-
 class StepKind(Enum):
     """What a forward pass turned out to be."""
 
@@ -122,11 +62,11 @@ class StepKind(Enum):
 class Steps:
     """Runs a model's steps: decides each, drives the executor around it, counts, and shows the counts.
 
-    Args:
+    Attributes:
         layers: the model's sparse layers by number.
         executor: the launches; None where only stock layers run.
         max_rows: rows of the widest launch.
-        board: where the counts are shown; None in a process without a server.
+        board: where the counts are shown.
         rank: this rank.
         world_size: ranks of the group.
     """
@@ -134,7 +74,7 @@ class Steps:
     layers: Mapping[int, SparseLayer]
     executor: FfnExecutor | None
     max_rows: int
-    board: StatusBoard | None
+    board: StatusBoard
     rank: int
     world_size: int
     _kind: StepKind = field(default=StepKind.DUMMY, init=False)
@@ -146,7 +86,7 @@ class Steps:
     def step(self, rows: int, *, intermediate_tensors: bool = False) -> Iterator[Mapping[int, LayerCallable]]:
         """Around one forward pass of ``rows`` rows: yields the layers to run in place of the stock ones, by number.
 
-        An exception inside a fused step marks this rank failed on every rank before it goes on, so that no peer waits for it.
+        An exception inside the pass marks this rank failed on every rank before it goes on, so that no launch of a peer waits for it.
 
         Raises:
             FaultError: a launch of this step, or of an earlier one, failed on any rank.
@@ -157,26 +97,32 @@ class Steps:
             yield {}
             return
         plan = self._plan(metadata, rows, intermediate_tensors)
-        if self.executor is None or not plan.fused:
+        executor, slots = self.executor, self._first.self_attn.slots()
+        if executor is None or slots is None or not plan.fused:
             self._kind = StepKind.STOCK
-            yield {}
+            with self._aborting():
+                yield {}
             self._stock_steps += 1
             return
         self._kind = StepKind.FUSED
-        executor = self.executor
-        slots = self._first.self_attn.slots()
-        assert slots is not None
         executor.begin_step(slots)
-        try:
+        with self._aborting():
             yield {number: layer for number in self.layers if (layer := executor.layer(number)) is not None}
-        except BaseException:
-            executor.abort()
-            raise
         try:
             executor.after_step()
         finally:
             self._fused_steps += 1
             self.publish()
+
+    @contextlib.contextmanager
+    def _aborting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._kind = StepKind.DUMMY
+            if self.executor is not None:
+                self.executor.abort()
+            raise
 
     def output(self) -> None:
         """Once for every step that tokens are sampled from, before its logits; further calls for the same step do nothing.
@@ -200,8 +146,6 @@ class Steps:
 
     def publish(self) -> None:
         """Show the counts as they are now."""
-        if self.board is None:
-            return
         status = RankStatus(
             rank=self.rank,
             world_size=self.world_size,
@@ -210,13 +154,6 @@ class Steps:
             outputs=self._outputs,
         )
         self.board.publish(status if self.executor is None else self._with_executor(status, self.executor))
-
-    def close(self) -> None:
-        """Release peer memory and board; idempotent."""
-        if self.executor is not None:
-            self.executor.close()
-        if self.board is not None:
-            self.board.close()
 
     @property
     def _first(self) -> SparseLayer:
@@ -259,7 +196,7 @@ def _graph_mode(mode: CUDAGraphMode) -> GraphMode:
 
 
 def build(layers: Mapping[int, SparseLayer], config: Any, constants: FfnConstants, vllm_config: VllmConfig, settings: Settings) -> Steps:
-    """Build what a model's steps need, after its weights are loaded; a collective of the tensor-parallel group.
+    """Make ready what a model's steps need, after its weights are loaded; a collective of the tensor-parallel group.
 
     Args:
         layers: the model's sparse layers by number, weights loaded.
@@ -270,13 +207,28 @@ def build(layers: Mapping[int, SparseLayer], config: Any, constants: FfnConstant
 
     Raises:
         RefusalError: mode "require" and the launches cannot be built, with all reasons of all ranks.
-        CollectiveError: mode "require" and building failed on some rank.
+        CollectiveError: weights could not be prepared on some rank; or mode "require" and building the launches failed on some rank.
     """
-    group = get_tp_group()
+    channel = tensor_parallel_channel()
     max_rows = min(vllm_config.scheduler_config.max_num_seqs, MAX_ROWS)
-    executor = None if settings.mode is Mode.OFF else _executor(layers, config, constants, max_rows, settings)
     instance = board_instance(vllm_config.instance_id, vllm_config.parallel_config.data_parallel_index)
-    steps = Steps(layers, executor, max_rows, StatusBoard(instance, group.rank_in_group), group.rank_in_group, group.world_size)
+    boards: list[StatusBoard] = []
+
+    def prepare() -> None:
+        if channel.rank == 0:
+            reap()
+        for layer in layers.values():
+            if settings.experts is Experts.MXFP4:
+                layer.block_sparse_moe.experts.quantise()
+            layer.block_sparse_moe.prepare()
+        boards.append(StatusBoard(instance, channel.rank))
+
+    with contextlib.ExitStack() as undo:
+        undo.callback(_close_all, boards)
+        joint_stage(channel, "adapter.prepare", prepare)
+        executor = None if settings.mode is Mode.OFF else _executor(layers, config, constants, channel, max_rows, settings)
+        undo.pop_all()
+    steps = Steps(layers, executor, max_rows, boards[0], channel.rank, channel.world_size)
     steps.publish()
     # vLLM tells a model nothing at shutdown. Runs at the interpreter's exit too; holds the parts, not the object it waits for.
     weakref.finalize(steps, _release, steps.executor, steps.board)
@@ -286,22 +238,30 @@ def build(layers: Mapping[int, SparseLayer], config: Any, constants: FfnConstant
     return steps
 
 
-def _release(executor: FfnExecutor | None, board: StatusBoard | None) -> None:
-    if executor is not None:
-        executor.close()
-    if board is not None:
+def _close_all(boards: list[StatusBoard]) -> None:
+    for board in boards:
         board.close()
 
 
+def _release(executor: FfnExecutor | None, board: StatusBoard) -> None:
+    if executor is not None:
+        executor.close()
+    board.close()
+
+
 def _executor(
-    layers: Mapping[int, SparseLayer], config: Any, constants: FfnConstants, max_rows: int, settings: Settings
+    layers: Mapping[int, SparseLayer],
+    config: Any,
+    constants: FfnConstants,
+    channel: AgreementChannel,
+    max_rows: int,
+    settings: Settings,
 ) -> FfnExecutor | None:
-    channel = tensor_parallel_channel()
     format = next(iter(layers.values())).block_sparse_moe.experts.format
     request = LaunchRequest.collect(config, len(layers), channel.world_size, max_rows, settings, format)
     reasons = agreed_refusals(channel, list(request.reasons))
     if reasons or request.shape is None or request.budget is None:
-        _go_without_launches(settings, RefusalError(reasons, "to build the launches"))
+        _go_without_launches(settings, channel, RefusalError(reasons, "to build the launches"))
         return None
     try:
         return FfnExecutor(
@@ -317,14 +277,15 @@ def _executor(
         )
     except CollectiveError as error:
         # The same on every rank: a construction that fails anywhere raises everywhere.
-        _go_without_launches(settings, error)
+        _go_without_launches(settings, channel, error)
         return None
 
 
-def _go_without_launches(settings: Settings, error: M3Error) -> None:
+def _go_without_launches(settings: Settings, channel: AgreementChannel, error: M3Error) -> None:
     if settings.mode is Mode.REQUIRE:
         raise error
-    log.warning("launches_off", reasons=getattr(error, "reasons", (str(error),)), instead="stock layers")
+    if channel.rank == 0:
+        log.warning("launches_off", reasons=getattr(error, "reasons", (str(error),)), instead="stock layers")
 
 
 def _weights(layer: SparseLayer) -> FfnWeights:
