@@ -66,7 +66,7 @@ def tests(session: nox.Session) -> None:
     session.install("-r", "requirements/tests.txt")
     install_serving(session)
     install_packages(session, *PACKAGES)
-    session.run("pytest", "-m", "not gpu and not tsan", *session.posargs, env=TEST_ENVIRONMENT)
+    session.run("pytest", "-m", "not gpu and not tsan and not isa", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(python=PYTHON)
@@ -91,6 +91,14 @@ def tsan(session: nox.Session) -> None:
     session.install("-r", "requirements/tests.txt", TORCH)
     install_packages(session, "m3-core", "m3-kernels")
     session.run("pytest", "-m", "tsan", *(session.posargs or ["packages/m3-kernels/tests", "tests/kernels"]), env=TEST_ENVIRONMENT)
+
+
+@nox.session(python=PYTHON)
+def isa(session: nox.Session) -> None:
+    """AMD code objects of the published shapes, compiled and read; needs clang 22 with lld and llvm, no GPU."""
+    session.install("-r", "requirements/tests.txt", TORCH)
+    install_packages(session, "m3-core", "m3-kernels")
+    session.run("pytest", "-m", "isa", *(session.posargs or ["tests/isa"]), env=TEST_ENVIRONMENT)
 
 
 @nox.session(python=PYTHON)
