@@ -116,7 +116,8 @@ def kill_a_rank(server: Server) -> None:
 
 def test_bf16_launches_then_stock_layers_by_refusal(checkpoint: Path, tmp_path: Path) -> None:
     """Mode "require" with launches, and a rank killed at the end; mode "auto" where the launches are refused: the same text."""
-    settings: dict[str, Any] = {"mode": "require", "reset_steps": RESET_STEPS, "wait_seconds": 2.0}
+    flights = str(tmp_path / "flight")
+    settings: dict[str, Any] = {"mode": "require", "reset_steps": RESET_STEPS, "wait_seconds": 2.0, "flight_directory": flights}
     server = Server(model=checkpoint, log_file=tmp_path / "require.log", settings=settings, arguments=ARGUMENTS)
     with server:
         fused = completions(server)
