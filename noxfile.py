@@ -134,20 +134,6 @@ def wheels(session: nox.Session) -> None:
 
 
 @nox.session(python=PYTHON)
-def check(session: nox.Session) -> None:
-    """The model checker's larger worlds; CI explores the smaller ones among the tests."""
-    install_packages(session, "m3-core")
-    session.run("python", "-m", "m3_core.check", *(session.posargs or ["--large", "--jobs", "2"]))
-
-
-@nox.session(python=PYTHON)
-def simulate(session: nox.Session) -> None:
-    """The deterministic simulator on fresh seeds for five minutes; a seed that fails replays exactly."""
-    install_packages(session, "m3-core")
-    session.run("python", "-m", "m3_core.check", *(session.posargs or ["--seconds", "300", "--jobs", "2"]))
-
-
-@nox.session(python=PYTHON)
 def minimums(session: nox.Session) -> None:
     """m3-core's tests with the lowest versions that it allows."""
     session.install("-r", "requirements/tests.txt", "attrs==23.2.0", "structlog==24.1.0")
