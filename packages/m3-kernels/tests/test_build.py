@@ -12,10 +12,13 @@ from pathlib import Path
 import attrs
 import pytest
 
-from m3_core.errors import BuildError
+from m3_core.errors import BuildError, ConfigurationError
 from m3_kernels.build.cache import cache_root, cached
-from m3_kernels.build.cpu import CpuBuild, compiler_identity, load
+from m3_kernels.build.compiler import compiler_identity
+from m3_kernels.build.cpu import CpuBuild, load
+from m3_kernels.build.gpu import GpuBuild, GpuTarget
 from m3_kernels.build.sources import SourceTree, installed_sources
+from m3_kernels.ffn import FfnShape
 from m3_kernels.hosts.arguments import layout, require_layout
 
 ENTRY = """\
@@ -115,16 +118,16 @@ def test_a_compile_error_shows_the_last_lines_and_leaves_nothing(tree: SourceTre
 
 
 def test_a_missing_compiler_is_named() -> None:
-    with pytest.raises(BuildError, match="no C\\+\\+ compiler 'no-such-compiler'"):
-        compiler_identity("no-such-compiler")
+    with pytest.raises(BuildError, match="no compiler 'no-such-compiler' on PATH; get one"):
+        compiler_identity("no-such-compiler", "get one")
 
 
 def test_a_compiler_that_does_not_run_is_named(tmp_path: Path) -> None:
     program = tmp_path / "bad-compiler"
     program.write_text("#!/bin/sh\nexit 3\n")
     program.chmod(0o755)
-    with pytest.raises(BuildError, match="bad-compiler does not run"):
-        compiler_identity(str(program))
+    with pytest.raises(BuildError, match=r"bad-compiler does not run.*; get one"):
+        compiler_identity(str(program), "get one")
 
 
 def test_missing_sources_are_named(tmp_path: Path) -> None:
@@ -200,3 +203,33 @@ def test_the_arguments_layout_is_compared(tmp_path: Path) -> None:
 
 def test_calls_release_the_interpreter_lock() -> None:
     assert type(CpuBuild("g++").library()) is ctypes.CDLL
+
+
+SHAPE = FfnShape(hidden=6144, intermediate=768, experts=128, top_k=4, world_size=4, max_rows=16)
+
+
+def test_a_code_object_is_keyed_by_shape_and_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "hip"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\n[ "$1" = --version ] && echo one || echo "$@" > "$last"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("HIPCXX", str(compiler))
+    monkeypatch.setenv("NVCC", str(compiler))
+    builds = [
+        GpuBuild(GpuTarget.GFX950, SHAPE, 1),
+        GpuBuild(GpuTarget.GFX950, SHAPE, 2),
+        GpuBuild(GpuTarget.GFX942, SHAPE, 1),
+        GpuBuild(GpuTarget.SM_90, SHAPE, 1),
+        GpuBuild(GpuTarget.GFX950, attrs.evolve(SHAPE, intermediate=384), 1),
+        GpuBuild(GpuTarget.GFX950, SHAPE, 1, block_threads=256),
+    ]
+    files = [build.code_object(tmp_path / "cache") for build in builds]
+    assert len(set(files)) == len(builds)
+    assert "-DM3_ROWS=2" in files[1].read_text()
+    assert "-arch=sm_90" in files[3].read_text()
+    assert builds[0].code_object(tmp_path / "cache") == files[0]
+
+
+@pytest.mark.parametrize(("rows", "threads"), [(0, 512), (17, 512), (1, 100), (1, 2048)])
+def test_code_objects_that_cannot_be(rows: int, threads: int) -> None:
+    with pytest.raises(ConfigurationError, match=r"rows is|block_threads is"):
+        GpuBuild(GpuTarget.GFX950, SHAPE, rows, block_threads=threads)

@@ -1,4 +1,5 @@
-"""The launch under ThreadSanitizer, ranks being threads: clean as it is, and reported when any one edge of its order is taken out."""
+"""The launch under sanitizers, ranks being threads. ThreadSanitizer: clean as it is, and reported when any one edge of its order is taken
+out. AddressSanitizer and UndefinedBehaviorSanitizer: clean at sizes that fill no tile, and reported when a clamp is taken out."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ HARNESS = Path(__file__).parent / "race" / "two_ranks.cpp"
 RACE_EXIT = 66
 
 
-def compile_and_run(root: Path, binary: Path, ranks: int, grid: int) -> subprocess.CompletedProcess[str]:
+THREADS = ("-fsanitize=thread",)
+ADDRESSES = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+def compile_and_run(
+    root: Path, binary: Path, ranks: int, grid: int, sanitizer: tuple[str, ...] = THREADS
+) -> subprocess.CompletedProcess[str]:
     command = [
         "g++",
         "-x",
@@ -25,7 +32,7 @@ def compile_and_run(root: Path, binary: Path, ranks: int, grid: int) -> subproce
         "-std=c++20",
         "-O1",
         "-g",
-        "-fsanitize=thread",
+        *sanitizer,
         "-pthread",
         "-ffp-contract=off",
         f"-DM3_TEST_RANKS={ranks}",
@@ -122,3 +129,23 @@ def test_a_missing_edge_is_reported(mutant: Mutant, tmp_path: Path) -> None:
     done = compile_and_run(tmp_path, tmp_path / "race", 2, mutant.grid)
     assert "WARNING: ThreadSanitizer: data race" in done.stderr
     assert done.returncode == RACE_EXIT
+
+
+def test_no_bad_access(tmp_path: Path) -> None:
+    copy_sources(tmp_path)
+    done = compile_and_run(tmp_path, tmp_path / "address", 2, 2, ADDRESSES)
+    assert done.stderr == ""
+    assert (done.returncode, done.stdout) == (0, "6 launches on 2 ranks, BF16 and MXFP4: 0 wrong\n")
+
+
+def test_a_missing_clamp_is_reported(tmp_path: Path) -> None:
+    """Six experts in a tile of sixteen: without the clamp a lane reads past the router's weights."""
+    copy_sources(tmp_path)
+    path = tmp_path / "include" / "m3" / "ffn" / "router.h"
+    text = path.read_text()
+    clamp = "expert < experts ? expert : experts - 1"
+    assert text.count(clamp) == 1
+    path.write_text(text.replace(clamp, "expert"))
+    done = compile_and_run(tmp_path, tmp_path / "address", 2, 2, ADDRESSES)
+    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr
+    assert done.returncode != 0

@@ -5,8 +5,8 @@
 namespace m3::formats {
 
 struct Bf16 {
-  // Steps of a wave in flight: eight 16-byte loads a lane each.
-  static constexpr int kDepth = 2;
+  // Steps of a wave in flight; a step of gate and up is 128 bytes a fragment row, and registers hold them.
+  static constexpr int kDepth = 2 / platform::kFragmentRows;
 
   // A lane's share of 16 rows x 128 K: for each of its rows, the runs of four 32-deep tile steps.
   struct Block {

@@ -11,8 +11,8 @@ M3_DEVICE_INLINE constexpr long long shuffled_scale(long long row, int group, in
 }
 
 struct Mxfp4 {
-  // Steps of a wave in flight: one 16-byte load and one scale a lane each.
-  static constexpr int kDepth = 6;
+  // Steps of a wave in flight; a step of gate and up is 40 bytes a fragment row.
+  static constexpr int kDepth = 6 / platform::kFragmentRows;
 
   // A lane's share of 16 rows x 128 K: for each of its rows one group of 32 codes and the group's scale.
   struct Block {

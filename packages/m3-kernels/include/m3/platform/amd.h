@@ -6,6 +6,7 @@
 
 #define M3_GLOBAL __attribute__((global))
 #define M3_SHARED __attribute__((shared))
+#define M3_PARAMETER
 // One block a compute unit is enough; its waves share the registers of four SIMDs.
 #define M3_LAUNCH_BOUNDS                                                             \
   __attribute__((amdgpu_flat_work_group_size(M3_BLOCK_THREADS, M3_BLOCK_THREADS))) \

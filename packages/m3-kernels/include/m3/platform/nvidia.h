@@ -3,6 +3,7 @@
 
 #define M3_GLOBAL __global__
 #define M3_SHARED __shared__
+#define M3_PARAMETER __grid_constant__  // read in place, not copied to the stack
 #define M3_LAUNCH_BOUNDS __launch_bounds__(M3_BLOCK_THREADS)
 
 namespace m3::platform {

@@ -6,8 +6,6 @@ import ctypes
 import functools
 import hashlib
 import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import attrs
@@ -15,14 +13,14 @@ import structlog
 
 from m3_core.errors import BuildError
 from m3_kernels.build.cache import cached
+from m3_kernels.build.compiler import compile_file, compiler_identity
 from m3_kernels.build.sources import SourceTree, installed_sources
 
 logger = structlog.get_logger(__name__)
 
 # Contraction would fuse a product and a sum where the arithmetic's contract rounds both.
 FLAGS = ("-x", "c++", "-std=c++20", "-O3", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
-COMPILE_SECONDS = 300.0
-ERROR_LINES = 30
+REMEDY = "install g++ 12 or newer, or name another C++20 compiler in CXX"
 
 
 @attrs.frozen
@@ -49,7 +47,7 @@ class CpuBuild:
         """
         parts = (
             self.sources.digest(self.sources.entry("ffn.hip")),
-            compiler_identity(self.compiler),
+            compiler_identity(self.compiler, REMEDY),
             *self.flags,
             *self.defines,
         )
@@ -72,13 +70,7 @@ class CpuBuild:
             "-o",
             str(path),
         ]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise BuildError(f"{self.compiler} did not finish {source.name} within {COMPILE_SECONDS:.0f} s") from error
-        if done.returncode != 0:
-            last = "\n".join(done.stderr.strip().splitlines()[-ERROR_LINES:])
-            raise BuildError(f"{self.compiler} could not compile {source.name} (exit {done.returncode}); its last lines:\n{last}")
+        compile_file(command, source)
 
     def library(self, root: Path | None = None) -> ctypes.CDLL:
         """The loaded library, compiled into the cache first if it is not there.
@@ -113,26 +105,6 @@ def load(path: Path, key: str) -> ctypes.CDLL:
     if found != key:
         raise BuildError(f"{path} was compiled from other sources (key {found}, wanted {key}); {remedy}")
     return library
-
-
-@functools.cache
-def compiler_identity(compiler: str) -> str:
-    """Version and target of a compiler.
-
-    Raises:
-        BuildError: if it is missing or does not run.
-    """
-    path = shutil.which(compiler)
-    if path is None:
-        raise BuildError(f"no C++ compiler {compiler!r} on PATH; install g++ 12 or newer, or name one in CXX")
-    try:
-        lines = [
-            subprocess.run([path, flag], capture_output=True, text=True, timeout=60, check=True).stdout
-            for flag in ("--version", "-dumpmachine")
-        ]
-    except (subprocess.SubprocessError, OSError) as error:
-        raise BuildError(f"the C++ compiler {path} does not run: {error}; name another in CXX") from error
-    return "\n".join(lines)
 
 
 @functools.cache
