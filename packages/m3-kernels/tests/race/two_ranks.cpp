@@ -21,6 +21,7 @@ struct Layer {
 constexpr m3::Sizes kSizes{3, 192, 64, 6, 2, M3_TEST_RANKS, 4};
 constexpr int kGrid = M3_TEST_GRID;
 constexpr int kLaunches = 6;
+constexpr int kFlightLaunches = 4;
 
 Bits16 bf16(float value) { return static_cast<Bits16>(m3::float_to_bf16(value)); }
 
@@ -59,7 +60,7 @@ Layer make_layer(bool packed, unsigned seed) {
 }
 
 struct Rank {
-  std::vector<Bits64> buffer, scratch;
+  std::vector<Bits64> buffer, scratch, flight;
   std::vector<int> epoch_words;
   std::vector<long long> peers;
   Layer layer;
@@ -74,6 +75,7 @@ int run(bool packed) {
     rank.buffer.resize(static_cast<std::size_t>(m3::protocol::peer_buffer_bytes(kSizes.world, kSizes.max_rows, kSizes.hidden) / 8));
     rank.scratch.resize(static_cast<std::size_t>(
         m3::protocol::scratch_bytes(kSizes.rows, kSizes.hidden, kSizes.intermediate, kSizes.experts, kSizes.top_k, 0) / 8 + 1));
+    rank.flight.resize(static_cast<std::size_t>(m3::protocol::flight_bytes(kFlightLaunches, 0) / 8));
     rank.epoch_words.resize(static_cast<std::size_t>(m3::protocol::epoch_words(kGrid)));
     addresses.push_back(reinterpret_cast<long long>(rank.buffer.data()));
   }
@@ -108,6 +110,8 @@ int run(bool packed) {
       arguments.constants = {1e-6f, 1.702f, 1.0f, 7.0f, 2.0f};
       arguments.rank = r;
       arguments.layer = 3;
+      arguments.flight = reinterpret_cast<unsigned char*>(rank.flight.data());
+      arguments.flight_launches = kFlightLaunches;
       arguments.mode = static_cast<int>(m3::ffn::Mode::run);
       for (int launch = 0; launch < kLaunches; ++launch) {
         arguments.handshake = launch % 2;
