@@ -43,7 +43,7 @@ def install_serving(session: nox.Session) -> None:
 
 @nox.session(python=PYTHON)
 def lint(session: nox.Session) -> None:
-    """Style, import layering, file sizes and words that must not be committed."""
+    """Style and import layering."""
     session.install("-r", "requirements/lint.txt", TORCH)
     install_packages(session, *PACKAGES)
     session.run("ruff", "check", *PYTHON_FILES)
