@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def typecheck(session: nox.Session) -> None:
     session.install("-r", "requirements/typecheck.txt")
     install_serving(session)
     install_packages(session, *PACKAGES)
-    session.run("mypy", *[f"packages/{name}/src/{name.replace('-', '_')}" for name in PACKAGES])
+    session.run("mypy", *[f"packages/{name}/src/{name.replace('-', '_')}" for name in PACKAGES], "packages/m3-core/tests/typing_surface.py")
 
 
 @nox.session(python=PYTHON)
@@ -66,6 +67,22 @@ def tests(session: nox.Session) -> None:
     install_serving(session)
     install_packages(session, *PACKAGES)
     session.run("pytest", "-m", "not gpu and not tsan and not isa", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(python=PYTHON)
+def model(session: nox.Session) -> None:
+    """Explore the protocol's worlds, the large ones too, and every wrong protocol."""
+    install_packages(session, "m3-core")
+    session.run("python", "-m", "m3_core.check", "--large", "--jobs", "2", *session.posargs)
+    session.run("python", "-m", "m3_core.check", "--mutants", "--jobs", "2")
+
+
+@nox.session(python=PYTHON)
+def simulate(session: nox.Session) -> None:
+    """Random runs of many ranks for ten minutes, or as posargs say (`-- --seconds 60 --seed 7`); a failure prints the seed that replays it."""
+    install_packages(session, "m3-core")
+    seed = secrets.randbelow(10**9)
+    session.run("python", "-m", "m3_core.check", "--jobs", "2", *(session.posargs or ["--seconds", "600", "--seed", str(seed)]))
 
 
 @nox.session(python=PYTHON)
@@ -114,3 +131,18 @@ def wheels(session: nox.Session) -> None:
         session.run("python", "-m", "pip", "uninstall", "-q", "-y", *PACKAGES, silent=True)
         session.install("--find-links", str(dist), name)
         session.run("pytest", f"packages/{name}/tests", "-m", "not gpu and not tsan and not serving", "-q", env=TEST_ENVIRONMENT)
+
+
+@nox.session(python=PYTHON)
+def minimums(session: nox.Session) -> None:
+    """m3-core's tests with the lowest versions that it allows."""
+    session.install("-r", "requirements/tests.txt", "attrs==23.2.0", "structlog==24.1.0")
+    install_packages(session, "m3-core")
+    session.run("pytest", "packages/m3-core/tests", "-q", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """The tests that need an NVIDIA GPU, in the environment that runs nox: it brings the torch that knows the GPU."""
+    paths = ":".join(str(Path(source).resolve()) for source in SOURCES)
+    session.run("python3", "-m", "pytest", "-m", "gpu", "tests/gpu", *session.posargs, env={"PYTHONPATH": paths}, external=True)

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "m3/flight.h"
+
 namespace {
 
 using Word = std::uint64_t;
@@ -98,17 +100,26 @@ double mailbox_all_reduce(const std::uint64_t* buffers, int world, int rank, std
   return since(start, count);
 }
 
-// Stores `count` flight records of four words each, as a launch does.
-double flight_records(std::uint64_t ring, int records, int count) {
-  const auto start = Clock::now();
-  for (int i = 0; i < count; ++i) {
-    volatile Word* record = reinterpret_cast<volatile Word*>(ring + std::uint64_t(32) * (i % records));
-    const Word clock = Clock::now().time_since_epoch().count(), where = i, what = 2;
-    record[0] = clock;
-    record[1] = where;
-    record[2] = what;
-    record[3] = clock + where + what + 0x6D33F11947A5C0DEu;
-  }
-  return since(start, count);
+// Writes `count` records of a launch to a flight ring, from a thread of the CPU target.
+double flight_records(std::uint64_t ring, int launches, int count) {
+  struct Work {
+    m3::FlightRing ring;
+    int count;
+    double nanoseconds;
+  } work{{reinterpret_cast<unsigned char*>(ring), launches}, count, 0};
+  m3::platform::cpu::Residents residents(1, 64, 0);
+  residents.launch(
+      [](const void* argument) {
+        Work& own = *static_cast<Work*>(const_cast<void*>(argument));
+        if (!m3::writes_flight(own.ring)) return;
+        const auto start = Clock::now();
+        for (int i = 0; i < own.count; ++i) {
+          m3::write_flight(own.ring, m3::platform::clock_ticks(), i & 1 ? m3::protocol::FLIGHT_END : m3::protocol::FLIGHT_LAUNCH,
+                           {i >> 1, 3, m3::protocol::Site::HOST, -1}, 0);
+        }
+        own.nanoseconds = since(start, own.count);
+      },
+      &work);
+  return work.nanoseconds;
 }
 }

@@ -63,9 +63,9 @@ def build(folder: Path, transport: str) -> Path:
     """Compile mailbox.cpp or mailbox.cu into ``folder``."""
     library = folder / "mailbox.so"
     here = Path(__file__).parent
+    include = here.parent / "packages" / "m3-kernels" / "include"
     if transport == "cuda":
         compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-        include = here.parent / "packages" / "m3-kernels" / "include"
         command = [
             compiler,
             "-std=c++17",
@@ -78,7 +78,7 @@ def build(folder: Path, transport: str) -> Path:
             str(here / "mailbox.cu"),
         ]
     else:
-        command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", str(here / "mailbox.cpp")]
+        command = ["g++", "-std=c++20", "-O3", "-pthread", "-shared", "-fPIC", f"-I{include}", str(here / "mailbox.cpp")]
     subprocess.run([*command, "-o", str(library)], check=True)
     return library
 
@@ -135,8 +135,10 @@ def measure_shm(channel: TorchAgreement, library: Path, count: int) -> Measureme
             ),
         )
         assert out.eq(world * (world + 1) / 2).all()
-    take("flight record", 1, lambda t: float(code.flight_records(buffer.local, 1024, 100_000)))
+    recorder = FlightRecorder.create(channel)
+    take("flight record", 1, lambda t: float(code.flight_records(recorder.address, recorder.launches, 100_000)))
     channel.agree("done", None)
+    recorder.close()
     buffer.close()
     return results
 

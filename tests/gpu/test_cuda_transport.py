@@ -279,7 +279,7 @@ def _killed_in_a_launch(channel: TorchAgreement, library: Path, victim: int, fol
     missing = kernels("mailbox_hand_off", table, world_size, rank, 1, 7, DEAD_BOUND)
     seconds = time.monotonic() - start
     files = recorder.dump(folder / str(rank))
-    assert [path.name for path in files] == [f"m3-flight-rank{rank}.bin", f"m3-flight-rank{victim}.bin"]
+    assert [path.name for path in files] == [f"m3-flight-rank{rank}.bin", f"m3-flight-rank{victim}-seen-by-rank{rank}.bin"]
     timeline = read(files)
     assert not timeline.headers[victim].alive
     with pytest.raises(CollectiveError, match=f"rank {victim}: "):

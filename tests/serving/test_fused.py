@@ -65,20 +65,8 @@ def metrics(server: Server) -> dict[tuple[str, str], float]:
     return {(name, rank): float(value) for name, rank, value in found}
 
 
-@pytest.mark.parametrize("experts", ["checkpoint", "mxfp4"])
-def test_fused_and_stock_give_the_same_tokens(checkpoint: Path, tmp_path: Path, experts: str) -> None:
-    texts: dict[str, list[str]] = {}
-    figures: dict[str, dict[tuple[str, str], float]] = {}
-    for mode in ("require", "off"):
-        settings: dict[str, Any] = {"mode": mode, "experts": experts, "reset_steps": RESET_STEPS}
-        with Server(model=checkpoint, log_file=tmp_path / f"{mode}.log", settings=settings, arguments=ARGUMENTS) as server:
-            texts[mode] = completions(server)
-            figures[mode] = metrics(server)
-        assert server.stop() == Stopped(code=0)
-    assert texts["require"] == texts["off"]
-    assert len(set(texts["off"])) == len(PROMPTS)
-
-    fused, stock = figures["require"], figures["off"]
+def check_counts(fused: dict[tuple[str, str], float]) -> None:
+    """Figures after :func:`completions` with launches: what was launched, and that every rank counted alike."""
     for rank in "01":
         steps = fused["m3_fused_steps_total", rank]
         # Two prompts alone decode in steps of their own, all but the first token of each.
@@ -88,36 +76,14 @@ def test_fused_and_stock_give_the_same_tokens(checkpoint: Path, tmp_path: Path, 
         assert fused["m3_resets_total", rank] == fused["m3_outputs_total", rank] // RESET_STEPS >= 3
         assert fused["m3_epoch", rank] < LAYERS * RESET_STEPS
         assert fused["m3_fault", rank] == 0
-        assert stock["m3_launches_total", rank] == stock["m3_fused_steps_total", rank] == 0
-        assert stock["m3_stock_steps_total", rank] == stock["m3_outputs_total", rank] > 0
     for name in {name for name, _ in fused}:
         assert fused[name, "0"] == fused[name, "1"], name
 
 
-def test_auto_serves_stock_layers_where_launches_are_refused(tmp_path: Path) -> None:
-    folder, settings = tmp_path / "tiny", {"mode": "auto", "reset_steps": 999_999}
-    write(folder, TinyModel(top_k=9))
-    with Server(model=folder, log_file=tmp_path / "server.log", settings=settings, arguments=ARGUMENTS) as server:
-        assert completion(server, PROMPTS[0])
-        figures = metrics(server)
-    assert server.stop() == Stopped(code=0)
-    assert {figures["m3_launches_total", rank] for rank in "01"} == {0}
-    log = [line for line in server.log_file.read_text().splitlines() if "launches_off" in line]
-    assert len(log) == 1
-    assert "top_k is 9" in log[0]
-    assert "reset_steps=999999" in log[0]
-
-
-def test_require_refuses_with_every_reason(tmp_path: Path) -> None:
-    folder, settings = tmp_path / "tiny", {"mode": "require", "reset_steps": 999_999}
-    write(folder, TinyModel(top_k=9))
-    server = Server(model=folder, log_file=tmp_path / "server.log", settings=settings, arguments=ARGUMENTS)
-    with pytest.raises(ResourceError, match="ended with code 1"), server:
-        pytest.fail("the server answers")
-    refusal = next(line for line in server.log_file.read_text().splitlines() if "m3 refuses to build the launches" in line)
-    assert "top_k is 9" in refusal
-    assert "reset_steps=999999" in refusal
-    assert server.stop().processes == ()
+def check_stock(stock: dict[tuple[str, str], float]) -> None:
+    for rank in "01":
+        assert stock["m3_launches_total", rank] == stock["m3_fused_steps_total", rank] == 0
+        assert stock["m3_stock_steps_total", rank] == stock["m3_outputs_total", rank] > 0
 
 
 def ended_well(events: Iterator[dict[str, Any]]) -> bool:
@@ -128,30 +94,55 @@ def ended_well(events: Iterator[dict[str, Any]]) -> bool:
         return False
 
 
-def test_a_killed_rank_ends_the_server(checkpoint: Path, tmp_path: Path) -> None:
+def kill_a_rank(server: Server) -> None:
     """SIGKILL of a worker while it decodes: the request fails, the server ends by itself, no process and no segment of m3 stays."""
-    settings = {"mode": "require", "wait_seconds": 2.0}
-    server = Server(model=checkpoint, log_file=tmp_path / "server.log", settings=settings, arguments=ARGUMENTS)
-    segments: frozenset[str] = frozenset()
-    server.start()
-    try:
-        server.wait_ready()
-        body = {"model": str(checkpoint), "prompt": PROMPTS[0], "max_tokens": 400, "temperature": 0, "ignore_eos": True}
-        events = server.stream("/v1/completions", body, seconds=60.0)
-        for _ in range(5):
-            next(events)
-        segments = server.segments()
-        victim = next(pid for pid, command in server.processes().items() if "TP1" in command)
-        os.kill(victim, signal.SIGKILL)
-        assert not ended_well(events)
-        server.wait_end(60.0)
-    finally:
-        stopped = server.stop()
-        left = {name for name in segments if (SHARED_MEMORY / name).exists()}
-        # vLLM's own segments outlive a killed worker; nobody else takes them away.
-        for name in left:
-            if name.startswith("vllm_dist"):
-                (SHARED_MEMORY / name).unlink()
-    assert stopped.processes == ()
+    body = {"model": str(server.model), "prompt": PROMPTS[0], "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    events = server.stream("/v1/completions", body, seconds=60.0)
+    for _ in range(5):
+        next(events)
+    segments = server.segments()
     assert sum("status" in name for name in segments) == 2
+    victim = next(pid for pid, command in server.processes().items() if "TP1" in command)
+    os.kill(victim, signal.SIGKILL)
+    assert not ended_well(events)
+    server.wait_end(60.0)
+    left = {name for name in segments if (SHARED_MEMORY / name).exists()}
+    # vLLM's own segments outlive a killed worker; nobody else takes them away.
+    for name in left:
+        if name.startswith("vllm_dist"):
+            (SHARED_MEMORY / name).unlink()
     assert {name for name in left if name.startswith("m3.")} == set()
+
+
+def test_bf16_launches_then_stock_layers_by_refusal(checkpoint: Path, tmp_path: Path) -> None:
+    """Mode "require" with launches, and a rank killed at the end; mode "auto" where the launches are refused: the same text."""
+    flights = str(tmp_path / "flight")
+    settings: dict[str, Any] = {"mode": "require", "reset_steps": RESET_STEPS, "wait_seconds": 2.0, "flight_directory": flights}
+    server = Server(model=checkpoint, log_file=tmp_path / "require.log", settings=settings, arguments=ARGUMENTS)
+    with server:
+        fused = completions(server)
+        check_counts(metrics(server))
+        kill_a_rank(server)
+    assert server.stop().processes == ()
+
+    settings = {"mode": "auto", "reset_steps": 999_999}
+    with Server(model=checkpoint, log_file=tmp_path / "auto.log", settings=settings, arguments=ARGUMENTS) as server:
+        stock = completions(server)
+        check_stock(metrics(server))
+    assert server.stop() == Stopped(code=0)
+    log = [line for line in server.log_file.read_text().splitlines() if "launches_off" in line]
+    assert len(log) == 1
+    assert "reset_steps=999999" in log[0]
+    assert fused == stock
+    assert len(set(stock)) == len(PROMPTS)
+
+
+def test_mxfp4_launches_and_stock_layers_give_the_same_tokens(checkpoint: Path, tmp_path: Path) -> None:
+    texts: dict[str, list[str]] = {}
+    for mode, check in (("require", check_counts), ("off", check_stock)):
+        settings: dict[str, Any] = {"mode": mode, "experts": "mxfp4", "reset_steps": RESET_STEPS}
+        with Server(model=checkpoint, log_file=tmp_path / f"{mode}.log", settings=settings, arguments=ARGUMENTS) as server:
+            texts[mode] = completions(server)
+            check(metrics(server))
+        assert server.stop() == Stopped(code=0)
+    assert texts["require"] == texts["off"]

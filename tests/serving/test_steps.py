@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from vllm.config import CUDAGraphMode
 
+from m3_comm.agreement import LocalAgreement
+from m3_core.errors import RefusalError
+from m3_kernels.ffn import ExpertFormat, FfnConstants
 from m3_vllm.adapters.cpu import steps
 from m3_vllm.adapters.cpu.paging import BlockSparseMetadata
+from m3_vllm.settings import Mode, Settings
 from m3_vllm.status import RankStatus
 
 pytestmark = pytest.mark.serving
@@ -151,3 +156,23 @@ def test_without_executor(world: SimpleNamespace) -> None:
     world.steps.executor = None
     assert run(world) == {}
     assert (world.board.shown[-1].stock_steps, world.board.shown[-1].outputs) == (1, 1)
+
+
+@pytest.mark.parametrize("mode", [Mode.AUTO, Mode.REQUIRE])
+def test_launches_that_cannot_be_built(mode: Mode) -> None:
+    """Every reason at once: "require" refuses, "auto" goes on with the stock layers and says so once."""
+    experts = SimpleNamespace(format=ExpertFormat.BF16)
+    layers: Any = {3: SimpleNamespace(block_sparse_moe=SimpleNamespace(experts=experts))}
+    config = SimpleNamespace(hidden_size=256, intermediate_size=256, num_local_experts=16, num_experts_per_tok=9)
+    settings = Settings(mode=mode, reset_steps=999_999)
+    caught: RefusalError | None = None
+    with capture_logs() as logs:
+        try:
+            assert steps._executor(layers, config, FfnConstants(), LocalAgreement(), 4, settings) is None
+        except RefusalError as error:
+            caught = error
+    reasons = caught.reasons if caught is not None else logs[0]["reasons"]
+    assert (caught is not None) == (mode is Mode.REQUIRE) == (logs == [])
+    assert len(reasons) == 2
+    assert "top_k is 9" in reasons[0]
+    assert "reset_steps=999999" in reasons[1]

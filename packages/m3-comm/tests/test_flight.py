@@ -15,7 +15,17 @@ from m3_comm.flight import MAGIC, RECORD, FlightClock, FlightHeader, FlightRecor
 from m3_comm.flight_report import FlightRecord, merge, read
 from m3_core.errors import CollectiveError, ConfigurationError, ResourceClosed, ResourceError
 from m3_core.faults import Site, site_word
-from m3_core.flight import FLIGHT_HEADER_BYTES, FlightEvent, flight_check, flight_launch_record, flight_what, flight_where
+from m3_core.flight import (
+    FLIGHT_HEADER_BYTES,
+    FLIGHT_LEFT,
+    FLIGHT_PEER_FAILED,
+    FlightEvent,
+    FlightReset,
+    flight_check,
+    flight_launch_record,
+    flight_what,
+    flight_where,
+)
 
 LAUNCHES = 4
 
@@ -29,15 +39,18 @@ def _launch(
     layer: int = -1,
     peer: int = -1,
     launches: int = LAUNCHES,
+    detail: int = 0,
 ) -> None:
     """What a launch stores."""
-    where, what = flight_where(epoch, site_word(site.value, peer, layer)), flight_what(event, 0, 0)
+    where, what = flight_where(epoch, site_word(site.value, peer, layer)), flight_what(event, 0, detail)
     offset = flight_launch_record(launches, epoch, event, site.value)
     ctypes.memmove(address + offset, RECORD.pack(clock, where, what, flight_check(clock, where, what)), RECORD.size)
 
 
-def _ring(rank: int, world_size: int = 2, alive: bool = True, boot: str = "01234567", clock: FlightClock | None = None) -> tuple[Any, int]:
-    header = FlightHeader(rank, world_size, LAUNCHES, 2, clock or FlightClock(10**9, 0, 0), 0, 1000 + rank, 5, boot, 0, alive)
+def _ring(
+    rank: int, world_size: int = 2, alive: bool = True, boot: str = "01234567", clock: FlightClock | None = None, process: int = 1000
+) -> tuple[Any, int]:
+    header = FlightHeader(rank, world_size, LAUNCHES, 2, clock or FlightClock(10**9, 0, 0), 0, process + rank, 5, boot, 0, alive)
     memory = ctypes.create_string_buffer(header.encode(), header.nbytes)
     return memory, ctypes.addressof(memory)
 
@@ -86,9 +99,8 @@ def test_records_of_launch_and_host_come_back(tmp_path: Path) -> None:
 def test_no_two_events_of_a_launch_share_a_place() -> None:
     sites = [site for site in Site if site.is_wait]
     places = [flight_launch_record(LAUNCHES, 1, event, site.value) for event in (FlightEvent.WAIT, FlightEvent.DONE) for site in sites]
-    places += [
-        flight_launch_record(LAUNCHES, 1, event, Site.UP.value) for event in (FlightEvent.LAUNCH, FlightEvent.GAVE_UP, FlightEvent.END)
-    ]
+    once = [event for event in FlightEvent if event.of_launch and event not in (FlightEvent.WAIT, FlightEvent.DONE)]
+    places += [flight_launch_record(LAUNCHES, 1, event, Site.UP.value) for event in once]
     assert len(set(places)) == len(places)
     assert min(places) == flight_launch_record(LAUNCHES, 0, FlightEvent.LAUNCH, 0) + 1024
     assert max(places) < flight_launch_record(LAUNCHES, 2, FlightEvent.LAUNCH, 0)
@@ -134,7 +146,10 @@ def test_the_first_stall_names_rank_site_and_the_peers_last_act() -> None:
     for address, start in ((a, 1_000), (b, 2_000)):
         _launch(address, start, FlightEvent.LAUNCH, 1, layer=4)
         _launch(address, start + 5, FlightEvent.WAIT, 1, Site.REDUCE, 4)
-    _launch(a, 3_000_001_005, FlightEvent.GAVE_UP, 1, Site.REDUCE, 4, peer=2)
+    _launch(a, 3_000_001_005, FlightEvent.GAVE_UP, 1, Site.REDUCE, 4, peer=2, detail=3_000_000)
+    for address in (a, b):
+        _launch(address, 3_000_002_000, FlightEvent.DONE, 1, Site.REDUCE, 4, detail=FLIGHT_LEFT)
+        _launch(address, 3_000_003_000, FlightEvent.END, 1, layer=4, detail=FLIGHT_LEFT)
     timeline = merge([("0", first.raw), ("1", second.raw), ("2", third.raw)])
     assert [(s.wait.rank, s.wait.nanoseconds, s.peer) for s in timeline.stalls()] == [(0, 1_005, 2), (1, 2_005, None)]
     stall = timeline.first_stall()
@@ -149,6 +164,68 @@ def test_the_first_stall_names_rank_site_and_the_peers_last_act() -> None:
     assert partial.missing == (2,)
     assert "no file of rank 2" in partial.render()
     assert "There is no record of rank 2" in partial.first_stall().describe()  # type: ignore[union-attr]
+
+
+def test_a_wait_of_another_thread_than_the_recording_one_is_known_from_its_giving_up() -> None:
+    rings = [_ring(rank) for rank in range(2)]
+    a = rings[0][1]
+    _launch(a, 1_000, FlightEvent.LAUNCH, 4, layer=6)
+    # The first block had all it needed from its peer, and waits for its own rank's others.
+    _launch(a, 900_000, FlightEvent.WAIT, 4, Site.ROUTER, 6)
+    _launch(a, 2_000_001_500, FlightEvent.GAVE_UP, 4, Site.REDUCE, 6, peer=1, detail=2_000_000)
+    _launch(a, 2_000_001_600, FlightEvent.DONE, 4, Site.ROUTER, 6, detail=FLIGHT_LEFT)
+    stall = merge([(str(i), memory.raw) for i, (memory, _) in enumerate(rings)]).first_stall()
+    assert stall is not None
+    assert (stall.wait.rank, stall.wait.site, stall.wait.layer, stall.wait.nanoseconds, stall.peer) == (0, Site.REDUCE, 6, 1_500, 1)
+    # Even if the other wait began first.
+    _launch(a, 1_100, FlightEvent.WAIT, 4, Site.ROUTER, 6)
+    stall = merge([(str(i), memory.raw) for i, (memory, _) in enumerate(rings)]).first_stall()
+    assert stall is not None
+    assert (stall.wait.site, stall.peer) == (Site.REDUCE, 1)
+
+
+def test_a_failure_without_a_wait_is_named() -> None:
+    memory, address = _ring(1)
+    _launch(address, 1_000, FlightEvent.GAVE_UP, 126_976, Site.WRAP, 9, detail=2_000_000)
+    timeline = merge([("1", memory.raw)])
+    assert timeline.first_stall() is None
+    assert timeline.render().splitlines()[-2:] == [
+        f"first failure that was no wait: rank 1, gave up, WRAP ({Site.WRAP.waited_for}), epoch 126976, layer 9, bound of waits 2 s",
+        "no stall: every wait in the record ended",
+    ]
+
+
+def test_copies_of_one_ring_are_taken_together() -> None:
+    memory, address = _ring(0)
+    _launch(address, 10, FlightEvent.LAUNCH, 0)
+    early = bytearray(memory.raw)
+    # Copied while a record was being written.
+    early[flight_launch_record(LAUNCHES, 0, FlightEvent.END, 0)] = 1
+    _launch(address, 20, FlightEvent.END, 0)
+    for epoch in range(1, LAUNCHES + 1):
+        _launch(address, 100 * epoch, FlightEvent.LAUNCH, epoch)
+    timeline = merge([("early", bytes(early)), ("late", memory.raw)])
+    assert [(r.event, r.epoch) for r in timeline.records] == [
+        (FlightEvent.LAUNCH, 0),
+        (FlightEvent.END, 0),
+        *((FlightEvent.LAUNCH, epoch) for epoch in range(1, LAUNCHES + 1)),
+    ]
+    assert timeline.damaged == {0: 0}
+
+
+@pytest.mark.parametrize(("event", "detail", "text"), [
+    (FlightEvent.DONE, FLIGHT_LEFT, "left because of a fault"),
+    (FlightEvent.DONE, FLIGHT_PEER_FAILED, "a peer failed"),
+    (FlightEvent.END, FLIGHT_LEFT, "failed"),
+    (FlightEvent.FLAG, 0, "clear"),
+    (FlightEvent.FLAG, 1, "failed"),
+    (FlightEvent.STEP_BEGIN, 7, "step 7"),
+    (FlightEvent.RESET, FlightReset.AGREED, "agreed"),
+    (FlightEvent.RESET, 99, "moment 99"),
+    (FlightEvent.CLOSE, 3, "detail 3"),
+])  # fmt: skip
+def test_details_are_put_into_words(event: FlightEvent, detail: int, text: str) -> None:
+    assert FlightRecord(0, 0, event, 1, Site.HANDSHAKE, None, None, 0, detail).describe().endswith(f", {text}")
 
 
 def test_the_chain_of_waits_is_followed_to_its_end() -> None:
@@ -180,7 +257,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     ring = _ring(0)[0].raw
     for rings, message in [
         ([], "no flight record given"),
-        ([("a", ring), ("b", ring)], "b and a are both of rank 0"),
+        ([("a", ring), ("b", _ring(0, process=77)[0].raw)], r"b and a are of different runs of rank 0 \(processes 77 and 1000\)"),
         ([("a", ring), ("b", _ring(1, boot="76543210")[0].raw)], "of boot 76543210 with 2 ranks, a of boot 01234567"),
         ([("a", ring), ("b", _ring(1, 4)[0].raw)], "with 4 ranks, a of boot 01234567 with 2"),
         ([("a", b"text")], "a: no flight record"),
@@ -191,6 +268,8 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
             merge(rings)
     with pytest.raises(ConfigurationError, match="absent: cannot be read"):
         read([tmp_path / "absent"])
+    with pytest.raises(ConfigurationError, match="this folder has no flight record"):
+        read([tmp_path])
 
 
 def test_the_host_cannot_record_a_launch() -> None:
@@ -218,8 +297,8 @@ def _dies(channel: TorchAgreement, folder: Path, victim: int) -> list[str]:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(CollectiveError, match=f"rank {victim}"):
         channel.agree("next", None)
-    files = [path.name for path in recorder.dump(folder / str(channel.rank))]
-    assert [path.name for path in recorder.dump(folder / str(channel.rank))] == files[:1]
+    files = [path.name for path in recorder.dump(folder)]
+    assert [path.name for path in recorder.dump(folder)] == files
     # The survivors stay until all have written: a rank that left would be written as gone.
     with pytest.raises(CollectiveError, match=f"rank {victim}"):
         channel.agree("written", None)
@@ -235,14 +314,34 @@ def test_survivors_write_the_record_of_a_rank_that_was_killed(ranks: Any, tmp_pa
             assert outcome.exit_code == -signal.SIGKILL
             continue
         assert outcome.error is None, outcome.trace
-        assert outcome.value == [f"m3-flight-rank{rank}.bin", f"m3-flight-rank{victim}.bin"]
-        timeline = read(sorted((tmp_path / str(rank)).iterdir()))
-        assert sorted(timeline.headers) == sorted([rank, victim])
-        assert not timeline.headers[victim].alive
-        assert timeline.headers[victim].dumped_by == rank
-        assert timeline.headers[rank].alive
+        seen = f"m3-flight-rank{victim}-seen-by-rank{rank}.bin"
+        assert outcome.value == [f"m3-flight-rank{rank}.bin", seen]
+        assert FlightHeader.decode((tmp_path / seen).read_bytes(), seen).dumped_by == rank
+    # A survivor's own files, and all together.
+    own = [tmp_path / "m3-flight-rank0.bin", tmp_path / f"m3-flight-rank{victim}-seen-by-rank0.bin"]
+    for paths in (own, [tmp_path]):
+        timeline = read(paths)
+        assert [rank for rank, header in sorted(timeline.headers.items()) if not header.alive] == [victim]
         assert [(r.event, r.detail) for r in timeline.records if r.rank == victim and r.detail] == [(FlightEvent.STEP_BEGIN, 40 + victim)]
         assert [r.layer for r in timeline.records if r.rank == victim and r.event == FlightEvent.LAUNCH] == [5]
+
+
+def _hangs(channel: TorchAgreement, folder: Path, suspect: int) -> list[str]:
+    recorder = FlightRecorder.create(channel, launches=LAUNCHES, host_records=8)
+    recorder.record(FlightEvent.STEP_BEGIN, detail=60 + channel.rank)
+    channel.agree("recorded", None)
+    files = [] if channel.rank == suspect else [path.name for path in recorder.dump(folder, suspects=[suspect])]
+    channel.agree("written", None)
+    return files
+
+
+def test_a_suspect_that_lives_but_does_not_write_is_written_by_its_peers(ranks: Any, tmp_path: Path) -> None:
+    outcomes = ranks(3, _hangs, tmp_path, 2)
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    assert outcomes[0].value == ["m3-flight-rank0.bin", "m3-flight-rank2-seen-by-rank0.bin"]
+    timeline = read([tmp_path])
+    assert [(r.rank, r.detail) for r in sorted(timeline.records, key=lambda r: r.rank)] == [(0, 60), (1, 61), (2, 62)]
+    assert all(header.alive for header in timeline.headers.values())
 
 
 CXX = """

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
+from multiprocessing.connection import Connection
 
 import pytest
 
-from m3_comm.lifetime import die_with_parent
+from m3_comm.lifetime import die_with_parent, die_with_starter
 from m3_core.errors import ResourceError
 
 
@@ -69,3 +71,37 @@ def test_a_parent_that_has_ended_already_is_an_error() -> None:
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def _worker(pipe: Connection) -> None:
+    pipe.send((die_with_starter(), os.getpid()))
+    while True:
+        signal.pause()
+
+
+def _engine(method: str, pipe: Connection) -> None:
+    process = multiprocessing.get_context(method).Process(target=_worker, args=(pipe,))
+    process.start()
+    while True:
+        signal.pause()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_that_multiprocessing_started_goes_with_its_starter(method: str) -> None:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    engine = context.Process(target=_engine, args=(method, there))
+    engine.start()
+    assert here.poll(60), "the worker did not start"
+    tied, worker = here.recv()
+    assert tied
+    descriptor = os.pidfd_open(worker)
+    engine.kill()
+    engine.join()
+    assert select.select([descriptor], [], [], 2.0)[0]
+    os.close(descriptor)
+
+
+def test_a_process_that_nobody_started_so_is_left_alone() -> None:
+    assert multiprocessing.parent_process() is None
+    assert not die_with_starter()

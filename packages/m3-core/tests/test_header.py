@@ -51,7 +51,7 @@ ARITHMETIC = {
     "timeline_blocks": (0, 7, 256),
     "launches": (1, 3, 4096),
     "host_records": (0, 1, 4096),
-    "event": (1, 2, 3, 4, 5, 16),
+    "event": (1, 2, 3, 4, 5, 6, 7, 16),
     "block": (0, 2**24 - 1),
     "detail": (0, 2**31 - 1),
     "site_word": (0, 2**31 - 1),

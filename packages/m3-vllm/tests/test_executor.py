@@ -14,17 +14,21 @@ from typing import Any
 
 import attrs
 import pytest
+import structlog
 import torch
 import torch.distributed as dist
 
 from m3_comm.agreement import LocalAgreement, TorchAgreement
+from m3_comm.flight_report import read
 from m3_comm.transports.segments import segments
 from m3_comm.transports.shm import DEFAULT_DIRECTORY, ShmTransport
 from m3_core.epochs import EPOCH_LIMIT, EpochBudget
 from m3_core.errors import CollectiveError, ConfigurationError, FaultError, ProtocolError, ResourceClosed
 from m3_core.faults import Site
+from m3_core.flight import FlightEvent, FlightReset
 from m3_core.ports import AgreementChannel
 from m3_kernels.ffn import ExpertFormat, FfnConstants, FfnShape, FfnWeights
+from m3_vllm.cli import main
 from m3_vllm.executor import FfnExecutor, SparseLayer
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 96, 32, 4, 2
@@ -352,3 +356,134 @@ def test_reset_that_fails_on_one_rank_fails_on_all_and_marks_them(tmp_path: Path
         assert phase in text
         assert "rank 1: ConfigurationError: injected by the test" in text
         assert marked
+
+
+# --- flight records -----------------------------------------------------------------------------------------------------------------------
+
+FLIGHT_WAIT_SECONDS = 1.0
+STALL_SECONDS = 2.0
+STALLED_LAYER = LAYERS[1]
+
+
+def _stall_in_a_layer(channel: TorchAgreement, folder: Path, stalled: int) -> tuple[str, list[str], list[dict[str, Any]]]:
+    with structlog.testing.capture_logs() as events:
+        # One block: the others of the stalled rank would wait for it as its peers do.
+        executor = build(channel, flight=folder, wait_seconds=FLIGHT_WAIT_SECONDS, grid=1)
+        run_step(executor)
+        channel.agree("test.step", None)
+        positions, hidden, residual = inputs(2)
+        executor.begin_step(torch.arange(2))
+        for number in LAYERS:
+            layer = executor.layer(number)
+            assert layer is not None
+            # From here on the stalled rank's launches stand still for longer than its peers wait.
+            if number == STALLED_LAYER and channel.rank == stalled:
+                executor._channel.inject_fault(stalled, STALL_SECONDS)
+            hidden, residual = layer(positions, hidden, residual)
+        with pytest.raises(FaultError) as caught:
+            executor.after_step()
+        channel.agree("test.end", None)
+        executor.close()
+    return str(caught.value), caught.value.__notes__, events
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_records_of_all_ranks_name_the_first_stall(tmp_path: Path, world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    stalled, folder = world_size - 1, tmp_path / "flight"
+    ended = run_ranks(tmp_path, world_size, _stall_in_a_layer, folder, stalled)
+    assert [end.error for end in ended] == [""] * world_size
+    for rank, end in enumerate(ended):
+        message, (note,), events = end.value
+        assert f"layer {STALLED_LAYER}, stage REDUCE" in message
+        assert f"from rank {stalled}" in message
+        (fault,) = [event for event in events if event["event"] == "fault"]
+        (dumped,) = [event for event in events if event["event"] == "flight_dumped"]
+        assert fault["flight"] == dumped["files"]
+        assert fault["flight"][0] == str(folder / f"m3-flight-rank{rank}.bin")
+        assert note == f"flight records for `m3 flight`: {' '.join(fault['flight'])}"
+    timeline = read([folder])
+    assert sorted(timeline.headers) == list(range(world_size))
+    assert timeline.missing == ()
+    stall = timeline.first_stall()
+    assert stall is not None
+    assert stall.wait.rank != stalled
+    assert (stall.wait.site, stall.wait.layer, stall.wait.epoch, stall.peer) == (Site.REDUCE, STALLED_LAYER, len(LAYERS) + 1, stalled)
+    if stall.gave_up is not None:
+        waited = (stall.gave_up.nanoseconds - stall.wait.nanoseconds) / 1e9
+        assert waited >= FLIGHT_WAIT_SECONDS
+    steps = [(record.rank, record.event, record.detail) for record in timeline.records if record.event is FlightEvent.STEP_BEGIN]
+    assert sorted(steps) == [(rank, FlightEvent.STEP_BEGIN, step) for rank in range(world_size) for step in range(2)]
+    returned = [(record.rank, record.detail) for record in timeline.records if record.event is FlightEvent.STEP_END]
+    assert sorted(returned) == [(rank, 0) for rank in range(world_size)]
+    # What the command prints.
+    assert main(["flight", str(folder), "--last", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith(f"first stall: rank {stall.wait.rank} at REDUCE")
+    assert f"of rank {stalled}, epoch {len(LAYERS) + 1}, layer {STALLED_LAYER}" in lines[-1]
+    assert sum(" s  rank " in line for line in lines) == 5
+
+
+def _refuse_a_tensor(channel: AgreementChannel, folder: Path) -> list[dict[str, Any]]:
+    with structlog.testing.capture_logs() as events:
+        executor = build(channel, flight=folder)
+        run_step(executor)
+        executor.begin_step(torch.arange(2))
+        with pytest.raises(ConfigurationError):
+            executor.launch(LAYERS[0], torch.zeros(1), torch.zeros(1))
+        executor.close()
+    return [event for event in events if event["event"] == "aborted"]
+
+
+def test_an_abort_writes_the_record_too(tmp_path: Path) -> None:
+    (aborted,) = _refuse_a_tensor(LocalAgreement(), tmp_path)
+    assert aborted["flight"] == [str(tmp_path / "m3-flight-rank0.bin")]
+    timeline = read([tmp_path])
+    failure = timeline.first_failure()
+    assert failure is not None
+    assert (failure.event, failure.rank) == (FlightEvent.ABORT, 0)
+    assert timeline.first_stall() is None
+
+
+def test_a_record_that_cannot_be_written_is_logged_and_hides_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with structlog.testing.capture_logs() as events:
+        executor = build(LocalAgreement(), flight=tmp_path / "file" / "folder")
+        executor.begin_step(torch.arange(2))
+        executor.abort()
+        with pytest.raises(FaultError):
+            executor.begin_step(torch.arange(2))
+        executor.close()
+    assert "cannot be written" in next(event["reason"] for event in events if event["event"] == "flight_dump_failed")
+
+
+def test_a_reset_is_recorded_in_its_order(tmp_path: Path) -> None:
+    executor = build(LocalAgreement(), flight=tmp_path)
+    run_step(executor)
+    executor.reset_epoch()
+    files = executor.dump_flight(tmp_path)
+    executor.close()
+    moments = [FlightReset(r.detail) for r in read(files).records if r.event is FlightEvent.RESET]
+    assert moments == [FlightReset.BEGIN, FlightReset.DRAINED, FlightReset.AGREED, FlightReset.CLEARED, FlightReset.RESUMED]
+
+
+def test_without_a_folder_nothing_is_recorded(tmp_path: Path) -> None:
+    executor = build(LocalAgreement())
+    run_step(executor)
+    assert executor.dump_flight(tmp_path) == ()
+    executor.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def _records_alone(channel: TorchAgreement, folder: Path) -> None:
+    build(channel, flight=folder if channel.rank == 0 else None)
+
+
+def test_ranks_record_all_or_none(tmp_path: Path) -> None:
+    ended = run_ranks(tmp_path, 2, _records_alone, tmp_path)
+    assert all("flight records is" in end.error for end in ended)
+
+
+def test_the_command_refuses_what_is_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text("no record")
+    assert main(["flight", str(tmp_path / "text")]) == 1
+    assert "text: no flight record of m3" in capsys.readouterr().err

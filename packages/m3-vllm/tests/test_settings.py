@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from m3_core.errors import ConfigurationError, RefusalError
@@ -12,10 +14,23 @@ def test_defaults() -> None:
 
 
 def test_every_key() -> None:
-    section = {"mode": "require", "experts": "mxfp4", "wait_seconds": 3, "grid": 2, "reset_steps": 40}
-    expected = Settings(mode=Mode.REQUIRE, experts=Experts.MXFP4, wait_seconds=3.0, grid=2, reset_steps=40)
+    section = {"mode": "require", "experts": "mxfp4", "wait_seconds": 3, "grid": 2, "reset_steps": 40, "flight_directory": "/flights"}
+    expected = Settings(
+        mode=Mode.REQUIRE, experts=Experts.MXFP4, wait_seconds=3.0, grid=2, reset_steps=40, flight_directory=Path("/flights")
+    )
     assert Settings.from_additional_config({"m3": section, "another plugin": {"mode": 7}}) == expected
     assert isinstance(expected.wait_seconds, float)
+
+
+def test_flight_records_go_to_the_users_state_unless_they_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    assert Settings().flight_directory == Path("/home/somebody/.local/state/m3/flight")
+    monkeypatch.setenv("XDG_STATE_HOME", "relative, to be ignored")
+    assert Settings().flight_directory == Path("/home/somebody/.local/state/m3/flight")
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert Settings().flight_directory == Settings.parse({"flight_directory": None}).flight_directory == Path("/state/m3/flight")
+    assert Settings.parse({"flight_directory": False}).flight_directory is None
 
 
 @pytest.mark.parametrize(
@@ -34,6 +49,10 @@ def test_every_key() -> None:
         ("grid", 1025),
         ("reset_steps", 0),
         ("reset_steps", False),
+        ("flight_directory", "relative/folder"),
+        ("flight_directory", ""),
+        ("flight_directory", True),
+        ("flight_directory", 0),
     ],
 )
 def test_a_bad_value_is_named(key: str, value: object) -> None:

@@ -1,7 +1,7 @@
 """The flight recorder: a ring of recent events per rank, in memory that every rank maps and that therefore outlives each of them.
 
 A launch writes its own records (see ``m3_core.flight`` for the layout and why it needs neither fence nor atomic); the host adds those
-that ``record`` takes. ``dump`` writes the own ring to a file, and those of ranks whose processes are gone. ``m3_comm.flight_report``
+that ``record`` takes. ``dump`` writes the own ring to a file, and those of ranks that cannot do it themselves. ``m3_comm.flight_report``
 reads the files.
 """
 
@@ -12,6 +12,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import attrs
@@ -40,6 +41,7 @@ from m3_core.ports import AgreementChannel
 log = structlog.get_logger(__name__)
 
 MAGIC = b"m3flight"
+FILE_PATTERN = "m3-flight-rank*.bin"
 RECORD = struct.Struct("<qQQQ")
 DEFAULT_LAUNCHES = 512
 DEFAULT_HOST_RECORDS = 1024
@@ -103,6 +105,11 @@ class FlightHeader:
     boot: str
     dumped_by: int = -1
     alive: bool = True
+
+    @property
+    def ring_identity(self) -> tuple[object, ...]:
+        """What is the same in every copy of one ring."""
+        return self.rank, self.process, self.process_start, self.launches, self.host_records, self.clock
 
     @property
     def nbytes(self) -> int:
@@ -298,11 +305,15 @@ class FlightRecorder:
             self._recorded += 1
             ctypes.memmove(self._rings.local + _NEXT_HOST_RECORD_OFFSET, _NEXT_HOST_RECORD.pack(self._recorded), _NEXT_HOST_RECORD.size)
 
-    def dump(self, folder: Path) -> tuple[Path, ...]:
-        """Write the own ring to ``folder``, and the ring of every rank whose process is gone, one file a rank.
+    def dump(self, folder: Path, suspects: Collection[int] = ()) -> tuple[Path, ...]:
+        """Write the own ring to ``folder``, and copies of the rings of ranks whose processes are gone or that are suspected.
 
-        A file appears whole or not at all. The own one takes the place of an earlier one; that of another rank is left alone if it
-        already holds the record of the same process.
+        A rank that hangs writes nothing, so its peers do; every file says whose ring it holds and who wrote it, and a reader takes all of
+        them together. A file appears whole or not at all, in the place of an earlier one of the same ring and writer.
+
+        Args:
+            folder: made if it is missing.
+            suspects: ranks that may not come to write their own, such as the one that a fault waited for.
 
         Returns:
             The files written, the own one first.
@@ -311,8 +322,9 @@ class FlightRecorder:
             ResourceError: a file could not be written.
             ResourceClosed: after ``close``.
         """
+        me = self._rings.rank
         written = []
-        for rank in (self._rings.rank, *(r for r in range(self._rings.world_size) if r != self._rings.rank)):
+        for rank in (me, *(r for r in range(self._rings.world_size) if r != me)):
             data = bytearray(ctypes.string_at(self._rings.addresses[rank], self._header.nbytes))
             try:
                 header = FlightHeader.decode(bytes(data), f"ring of rank {rank}")
@@ -320,12 +332,11 @@ class FlightRecorder:
                 # A peer that died before it wrote its header has recorded nothing.
                 log.warning("flight_ring_unreadable", rank=rank, reason=str(error))
                 continue
-            path = folder / f"m3-flight-rank{rank}.bin"
             alive = start_ticks(header.process) == header.process_start
-            if rank == self._rings.rank or not (alive or _is_of(path, header)):
-                data[: _HEADER.size] = attrs.evolve(header, dumped_by=self._rings.rank, alive=alive).encode()
-                written.append(_write(path, bytes(data)))
-        log.info("flight_dumped", rank=self._rings.rank, files=[str(path) for path in written])
+            if rank == me or not alive or rank in suspects:
+                data[: _HEADER.size] = attrs.evolve(header, dumped_by=me, alive=alive).encode()
+                written.append(_write(folder / file_name(rank, me), bytes(data)))
+        log.info("flight_dumped", rank=me, files=[str(path) for path in written])
         return tuple(written)
 
     def close(self) -> None:
@@ -343,13 +354,9 @@ class FlightRecorder:
             self._rings.close()
 
 
-def _is_of(path: Path, header: FlightHeader) -> bool:
-    """Whether the file holds a record of the same process."""
-    try:
-        found = FlightHeader.decode(path.read_bytes(), str(path))
-    except (OSError, ConfigurationError):
-        return False
-    return (found.process, found.process_start, found.boot) == (header.process, header.process_start, header.boot)
+def file_name(rank: int, writer: int) -> str:
+    """Name of the file that holds ``rank``'s ring as ``writer`` wrote it."""
+    return f"m3-flight-rank{rank}.bin" if rank == writer else f"m3-flight-rank{rank}-seen-by-rank{writer}.bin"
 
 
 def _write(path: Path, data: bytes) -> Path:

@@ -7,19 +7,22 @@ from pathlib import Path
 
 import attrs
 
-from m3_comm.flight import RECORD, FlightHeader
+from m3_comm.flight import FILE_PATTERN, RECORD, FlightHeader
 from m3_core.errors import ConfigurationError
 from m3_core.faults import Site, site_word_layer, site_word_peer, site_word_site
 from m3_core.flight import (
     FLIGHT_HEADER_BYTES,
+    FLIGHT_PEER_FAILED,
     FLIGHT_RECORD_BYTES,
     FlightEvent,
+    FlightReset,
     flight_check,
     flight_host_offset,
     flight_launch_record,
 )
 
 DEFAULT_LAST = 200
+_WITH_SITE = frozenset((FlightEvent.WAIT, FlightEvent.DONE, FlightEvent.GAVE_UP, FlightEvent.FAULT_SEEN))
 
 
 @attrs.frozen
@@ -52,7 +55,7 @@ class FlightRecord:
         """The event in words, without rank and time."""
         name = self.event.name if isinstance(self.event, FlightEvent) else f"event {self.event}"
         parts = [name.lower().replace("_", " ")]
-        if self.event in (FlightEvent.WAIT, FlightEvent.DONE, FlightEvent.GAVE_UP, FlightEvent.FAULT_SEEN):
+        if self.event in _WITH_SITE:
             parts.append(f"{self.site.name} ({self.site.waited_for})" if self.site else "unknown site")
         if self.epoch >= 0:
             parts.append(f"epoch {self.epoch}")
@@ -60,9 +63,26 @@ class FlightRecord:
             parts.append(f"layer {self.layer}")
         if self.peer is not None:
             parts.append(f"peer {self.peer}")
-        if self.detail:
-            parts.append(f"detail {self.detail}")
+        parts.extend(self._detail())
         return ", ".join(parts)
+
+    def _detail(self) -> Iterator[str]:
+        match self.event:
+            case FlightEvent.DONE if self.detail:
+                yield "a peer failed" if self.detail == FLIGHT_PEER_FAILED else "left because of a fault"
+            case FlightEvent.END if self.detail:
+                yield "failed"
+            case FlightEvent.FLAG:
+                yield "failed" if self.detail else "clear"
+            case FlightEvent.GAVE_UP:
+                yield f"bound of waits {self.detail / 1e6:g} s"
+            case FlightEvent.STEP_BEGIN | FlightEvent.STEP_END:
+                yield f"step {self.detail}"
+            case FlightEvent.RESET:
+                known = self.detail in FlightReset._value2member_map_
+                yield FlightReset(self.detail).name.lower() if known else f"moment {self.detail}"
+            case _ if self.detail:
+                yield f"detail {self.detail}"
 
 
 @attrs.frozen
@@ -70,7 +90,7 @@ class Stall:
     """A wait that did not end, and what is known of the rank it waited for.
 
     Attributes:
-        wait: the record of the wait's begin.
+        wait: the record of the wait's begin; where another thread than the recording one gave up, made from the record of that.
         peer: the rank that was waited for, None if the rank's own blocks or unknown.
         gave_up: the record of giving up, None if it was still waiting.
         last: the last record of ``peer``, None if there is none.
@@ -114,7 +134,7 @@ class Timeline:
         records: sorted by time, then rank.
         headers: by rank, of the ranks whose files were given.
         world_size: ranks that recorded.
-        damaged: records that did not check, by rank: half written when the ring was copied.
+        damaged: records that did not check, by rank: half written when the ring was copied. Of several copies, the best one counts.
     """
 
     records: tuple[FlightRecord, ...]
@@ -132,34 +152,48 @@ class Timeline:
         found = []
         for rank in self.headers:
             own = [record for record in self.records if record.rank == rank]
-            launches = [record for record in own if record.event == FlightEvent.LAUNCH]
-            ended = {(r.epoch, r.site): r.nanoseconds for r in own if r.event == FlightEvent.DONE}
-            gave_up = {r.epoch: r for r in own if r.event == FlightEvent.GAVE_UP}
-            for wait in own:
-                # A launch that came later proves that the wait ended, although its record is gone.
-                if wait.event != FlightEvent.WAIT or any(launch.nanoseconds > wait.nanoseconds for launch in launches):
-                    continue
-                if ended.get((wait.epoch, wait.site), -1) < wait.nanoseconds:
-                    found.append(self._stall(wait, gave_up.get(wait.epoch)))
+            last_launch = max((r.nanoseconds for r in own if r.event == FlightEvent.LAUNCH), default=-1)
+            ended = {(r.epoch, r.site): r.nanoseconds for r in own if r.event == FlightEvent.DONE and r.detail == 0}
+            gave_up: dict[tuple[int, Site | None], FlightRecord] = {
+                (r.epoch, r.site): r for r in own if r.event == FlightEvent.GAVE_UP and r.site and r.site.is_wait
+            }
+            waits = {(r.epoch, r.site): r for r in own if r.event == FlightEvent.WAIT}
+            for key, end in gave_up.items():
+                begin = attrs.evolve(end, event=FlightEvent.WAIT, nanoseconds=end.nanoseconds - 1_000 * end.detail, detail=0)
+                waits.setdefault(key, begin)
+            # A launch that came later proves that a wait ended, although its record is gone.
+            found += [
+                self._stall(wait, gave_up.get(key))
+                for key, wait in waits.items()
+                if wait.nanoseconds >= last_launch and ended.get(key, -1) < wait.nanoseconds
+            ]
         return tuple(sorted(found, key=lambda stall: (stall.wait.nanoseconds, stall.wait.rank)))
 
     def first_stall(self) -> Stall | None:
         """Where the trouble began.
 
-        From the earliest stall, the chain of who waits for whom is followed as long as the rank that is waited for waits
-        itself.
+        From the earliest stall, the chain of who waits for whom is followed as long as the rank that is waited for waits itself. Of
+        several waits of one rank, that which gave up counts.
         """
         stalls = self.stalls()
         if not stalls:
             return None
         by_rank: dict[int, Stall] = {}
-        for stall in stalls:
+        for stall in sorted(stalls, key=lambda stall: stall.gave_up is None):
             by_rank.setdefault(stall.wait.rank, stall)
-        current, visited = stalls[0], {stalls[0].wait.rank}
+        first = stalls[0].wait.rank
+        current, visited = by_rank[first], {first}
         while current.peer in by_rank and current.peer not in visited:
             visited.add(current.peer)
             current = by_rank[current.peer]
         return current
+
+    def first_failure(self) -> FlightRecord | None:
+        """The first rank that failed by itself, without waiting: its host aborted, its epoch was at the limit, or a fault was injected."""
+        for record in self.records:
+            if record.event == FlightEvent.ABORT or (record.event == FlightEvent.GAVE_UP and record.site and not record.site.is_wait):
+                return record
+        return None
 
     def render(self, last: int = DEFAULT_LAST) -> str:
         """The timeline as text: at most ``last`` records, times in seconds from the first one shown, then the first stall."""
@@ -169,59 +203,64 @@ class Timeline:
         lines += [f"rank {rank}: {count} records half written" for rank, count in sorted(self.damaged.items()) if count]
         for record in shown:
             lines.append(f"{(record.nanoseconds - shown[0].nanoseconds) / 1e9:+14.6f} s  rank {record.rank}  {record.describe()}")
+        failure = self.first_failure()
+        if failure is not None:
+            lines.append(f"first failure that was no wait: rank {failure.rank}, {failure.describe()}")
         stall = self.first_stall()
         lines.append(stall.describe() if stall else "no stall: every wait in the record ended")
         return "\n".join(lines)
 
     def _stall(self, wait: FlightRecord, gave_up: FlightRecord | None) -> Stall:
-        if gave_up is not None and gave_up.site != wait.site:
-            gave_up = None
         peer = gave_up.peer if gave_up is not None and gave_up.peer is not None else wait.peer
         last = next((record for record in reversed(self.records) if record.rank == peer), None)
         return Stall(wait, peer, gave_up, last, self.headers[peer].alive if peer in self.headers else None)
 
 
 def read(paths: Iterable[Path]) -> Timeline:
-    """Merge dumped files.
+    """Merge dumped files; a folder stands for all flight records in it.
 
     Raises:
-        ConfigurationError: a file cannot be read or is no flight record, two are of one rank, or they are of different boots or jobs.
+        ConfigurationError: a file cannot be read or is no flight record, a folder has none, or the files are of different runs.
     """
     rings = []
     for path in paths:
-        try:
-            rings.append((str(path), path.read_bytes()))
-        except OSError as error:
-            raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
+        files = sorted(path.glob(FILE_PATTERN)) if path.is_dir() else [path]
+        if not files:
+            raise ConfigurationError(f"{path}: this folder has no flight record ({FILE_PATTERN})")
+        for file in files:
+            try:
+                rings.append((str(file), file.read_bytes()))
+            except OSError as error:
+                raise ConfigurationError(f"{file}: cannot be read: {error.strerror}") from error
     return merge(rings)
 
 
 def merge(rings: Sequence[tuple[str, bytes]]) -> Timeline:
-    """Merge rings given as (where it is from, bytes); raises as ``read``."""
+    """Merge rings given as (where it is from, bytes); several of one rank are taken together. Raises as ``read``."""
     if not rings:
-        raise ConfigurationError("no flight record given: name the files that were dumped, one a rank")
+        raise ConfigurationError("no flight record given: name the files that were dumped, at least one a rank")
     headers: dict[int, FlightHeader] = {}
     sources: dict[int, str] = {}
-    records: list[FlightRecord] = []
+    records: dict[FlightRecord, None] = {}
     damaged: dict[int, int] = {}
     for source, data in rings:
         header = FlightHeader.decode(data, source)
-        if header.rank in headers:
-            raise ConfigurationError(
-                f"{source} and {sources[header.rank]} are both of rank {header.rank}: pass one file a rank, all of one run"
-            )
         other = next(iter(headers.values()), header)
         if (header.boot, header.world_size) != (other.boot, other.world_size):
             raise ConfigurationError(
                 f"{source} is of boot {header.boot} with {header.world_size} ranks, {sources[other.rank]} of boot {other.boot} with {other.world_size}: pass files of one run"
             )
-        headers[header.rank], sources[header.rank] = header, source
-        damaged[header.rank] = 0
-        for record in _records(header, data):
-            if record is None:
-                damaged[header.rank] += 1
-            else:
-                records.append(record)
+        known = headers.get(header.rank, header)
+        if known.ring_identity != header.ring_identity:
+            raise ConfigurationError(
+                f"{source} and {sources[header.rank]} are of different runs of rank {header.rank} (processes {header.process} and {known.process}): pass files of one run"
+            )
+        headers[header.rank] = attrs.evolve(known, alive=known.alive and header.alive)
+        sources.setdefault(header.rank, source)
+        own = list(_records(header, data))
+        whole = [record for record in own if record is not None]
+        records.update(dict.fromkeys(whole))
+        damaged[header.rank] = min(damaged.get(header.rank, len(own)), len(own) - len(whole))
     return Timeline(
         tuple(sorted(records, key=lambda r: (r.nanoseconds, r.rank))), headers, next(iter(headers.values())).world_size, damaged
     )

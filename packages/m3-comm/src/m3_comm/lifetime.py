@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 
@@ -33,3 +34,20 @@ def die_with_parent(parent: int) -> None:
     # The parent may have ended before the request.
     if os.getppid() != parent:
         raise ResourceError(f"the parent {parent} of this rank has ended (its parent is now {os.getppid()}): the rank must end too")
+
+
+def die_with_starter() -> bool:
+    """``die_with_parent`` for a process that ``multiprocessing`` started, by fork or spawn.
+
+    Returns:
+        Whether this process is tied now. A process that was not started so, such as a user's own script, is left alone, and so is one
+        whose parent for the kernel is a fork server.
+
+    Raises:
+        ResourceError: as ``die_with_parent``.
+    """
+    starter = multiprocessing.parent_process()
+    if starter is None or starter.pid is None or (starter.pid != os.getppid() and starter.is_alive()):
+        return False
+    die_with_parent(starter.pid)
+    return True

@@ -159,6 +159,21 @@ class PeerMemory(Protocol):
 
 
 @runtime_checkable
+class FlightRing(Protocol):
+    """Where a rank's launches write their flight records (``m3_core.flight``)."""
+
+    @property
+    def address(self) -> int:
+        """Start of the ring as the launches see it; aligned to 8 bytes. It stays until the launches that write it are over."""
+        ...
+
+    @property
+    def launches(self) -> int:
+        """Launches that the ring keeps; at least 1."""
+        ...
+
+
+@runtime_checkable
 class LaunchChannel(Protocol):
     """The device state that all launches on one channel of a peer buffer share."""
 

@@ -55,7 +55,7 @@ class Table(Generic[StateT, EventT, ActionT]):
 
     name: str
     initial: StateT
-    rows: Mapping[StateT, Mapping[EventT, Transition[StateT, ActionT]]] = attrs.field(converter=_freeze)
+    rows: Mapping[StateT, Mapping[EventT, Transition[StateT, ActionT]]] = attrs.field(converter=_freeze, hash=False)
 
     def __attrs_post_init__(self) -> None:
         reached = {self.initial}

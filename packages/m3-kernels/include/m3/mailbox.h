@@ -22,9 +22,10 @@ struct TripleTag {
 // Who is missing when a wait gives up: word i of the wait comes from rank i, or from this rank's own blocks.
 enum class Source { rank_of_word, own_blocks };
 
-// Polls until `missing()` returns a negative number; it returns the index of something that has not come otherwise.
+// Polls until `missing()` returns a negative number; it returns the index of something that has not come otherwise. `recorded` is the last
+// index that the flight recorder knows of, or -1.
 template <class Missing>
-M3_DEVICE_INLINE bool wait_until(const FaultLine& line, protocol::Site site, Source source, Missing missing) {
+M3_DEVICE_INLINE bool poll_until(const FaultLine& line, protocol::Site site, Source source, Missing missing, int& recorded) {
   long long deadline = 0;
   for (;;) {
     const int absent = missing();
@@ -37,8 +38,23 @@ M3_DEVICE_INLINE bool wait_until(const FaultLine& line, protocol::Site site, Sou
       report_fault(line, site, source == Source::rank_of_word ? absent : -1);
       return false;
     }
+    if (absent != recorded && writes_flight(line.flight)) {
+      recorded = absent;
+      const int peer = source == Source::rank_of_word ? absent : -1;
+      write_flight(line.flight, deadline - line.wait_ticks, protocol::FLIGHT_WAIT, {line.epoch, line.layer, site, peer}, 0);
+    }
     platform::pause();
   }
+}
+
+template <class Missing>
+M3_DEVICE_INLINE bool wait_until(const FaultLine& line, protocol::Site site, Source source, Missing missing) {
+  int recorded = -1;
+  const bool came = poll_until(line, site, source, missing, recorded);
+  if (recorded >= 0) {
+    write_flight(line.flight, platform::clock_ticks(), protocol::FLIGHT_DONE, {line.epoch, line.layer, site, -1}, came ? 0 : protocol::FLIGHT_LEFT);
+  }
+  return came;
 }
 
 template <Scope kScope>

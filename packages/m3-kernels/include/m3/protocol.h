@@ -471,20 +471,32 @@ constexpr int FLIGHT_LAUNCH_RECORDS = 32;
 constexpr Word64 FLIGHT_CHECK = 7868898064824910046;
 constexpr int FLIGHT_GAVE_UP_ORDINAL = 14;
 constexpr int FLIGHT_END_ORDINAL = 15;
+constexpr int FLIGHT_DOWN_ORDINAL = 16;
+constexpr int FLIGHT_FLAG_ORDINAL = 31;
 constexpr int FLIGHT_LAUNCH = 1;
 constexpr int FLIGHT_WAIT = 2;
 constexpr int FLIGHT_DONE = 3;
 constexpr int FLIGHT_GAVE_UP = 4;
 constexpr int FLIGHT_END = 5;
+constexpr int FLIGHT_DOWN = 6;
+constexpr int FLIGHT_FLAG = 7;
 constexpr int FLIGHT_STEP_BEGIN = 16;
 constexpr int FLIGHT_STEP_END = 17;
 constexpr int FLIGHT_RESET = 18;
 constexpr int FLIGHT_ABORT = 19;
 constexpr int FLIGHT_FAULT_SEEN = 20;
+constexpr int FLIGHT_CLOSE = 21;
+constexpr int FLIGHT_LEFT = 1;
+constexpr int FLIGHT_PEER_FAILED = 2;
+
+// Place of DOWN and FLAG among the records of their launch; 0, the place of LAUNCH, for any other event.
+M3_DEVICE_INLINE constexpr int flight_rare_ordinal(int event) {
+  return (event == FLIGHT_DOWN) ? FLIGHT_DOWN_ORDINAL : ((event == FLIGHT_FLAG) ? FLIGHT_FLAG_ORDINAL : 0);
+}
 
 // Place of an event that a launch has once, among the records of its launch; LAUNCH is the first.
 M3_DEVICE_INLINE constexpr int flight_once_ordinal(int event) {
-  return (event == FLIGHT_GAVE_UP) ? FLIGHT_GAVE_UP_ORDINAL : ((event == FLIGHT_END) ? FLIGHT_END_ORDINAL : 0);
+  return (event == FLIGHT_GAVE_UP) ? FLIGHT_GAVE_UP_ORDINAL : ((event == FLIGHT_END) ? FLIGHT_END_ORDINAL : flight_rare_ordinal(event));
 }
 
 // Place of an event among the records of its launch: the waits' begins at their sites' numbers, their ends 16 further.

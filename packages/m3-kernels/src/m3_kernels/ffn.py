@@ -20,13 +20,14 @@ from m3_core.errors import ConfigurationError, RefusalError, ResourceBusy, Resou
 from m3_core.faults import Fault
 from m3_core.formulas import round_up
 from m3_core.layout import ERROR_WORDS_BYTES, EpochWords, PeerLayout, ScratchLayout
-from m3_core.ports import PeerMemory
+from m3_core.ports import FlightRing, PeerMemory
 from m3_core.work import shape_reasons
 from m3_kernels.hosts.arguments import Arguments, Constants, Sizes
 from m3_kernels.hosts.cpu import CpuHost
 
 WEIGHT_ALIGNMENT = 16
 PEER_ALIGNMENT = 256
+FLIGHT_ALIGNMENT = 8
 BLOCK_THREADS = 64
 _SKIP, _RUN = 0, 1
 
@@ -202,6 +203,7 @@ class FfnChannel:
         block_threads: threads a block, a multiple of 64.
         offset: where this channel begins in every peer buffer, a multiple of 256 bytes.
         timeline: whether launches stamp a clock at every stage; see ``timeline_stamps``.
+        flight: where launches write their flight records; outlives the channel and is not closed by it. Nothing is recorded without.
         library: compiled kernels to use instead of the default ones.
 
     Raises:
@@ -220,6 +222,7 @@ class FfnChannel:
         block_threads: int = BLOCK_THREADS,
         offset: int = 0,
         timeline: bool = False,
+        flight: FlightRing | None = None,
         library: ctypes.CDLL | None = None,
     ) -> None:
         need = shape.peer_layout.total_bytes
@@ -233,11 +236,17 @@ class FfnChannel:
             raise ConfigurationError(f"the peer buffer has {peers.nbytes} bytes; {need} are needed from byte {offset} on")
         if not wait_seconds > 0:
             raise ConfigurationError(f"wait_seconds is {wait_seconds}; every wait needs a bound above 0")
+        if flight is not None and (flight.launches < 1 or flight.address % FLIGHT_ALIGNMENT):
+            raise ConfigurationError(
+                f"the flight ring at {flight.address:#x} keeps {flight.launches} launches; "
+                f"it must keep at least 1 and start at a multiple of {FLIGHT_ALIGNMENT} bytes"
+            )
         self.shape = shape
         self.rank = peers.rank
         self.peers = peers
         self.wait_seconds = wait_seconds
         self.timeline = timeline
+        self._flight = flight
         self._host = CpuHost(grid, block_threads, library)
         self.grid = grid
         self._wait_ticks = int(wait_seconds * self._host.ticks_per_second)
@@ -378,6 +387,9 @@ class FfnChannel:
         arguments.sizes = Sizes(rows, shape.hidden, shape.intermediate, shape.experts, shape.top_k, shape.world_size, shape.max_rows)
         arguments.rank = self.rank
         arguments.timeline = int(self.timeline)
+        if self._flight is not None:
+            arguments.flight = self._flight.address
+            arguments.flight_launches = self._flight.launches
 
     def _require_open(self) -> None:
         if self._closed:

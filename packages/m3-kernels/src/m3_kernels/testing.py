@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from m3_core.faults import Fault, Site
+from m3_core.ports import FlightRing
 from m3_kernels.build.cpu import CpuBuild
 from m3_kernels.ffn import BLOCK_THREADS, ExpertFormat, FfnChannel, FfnConstants, FfnLaunch, FfnShape, FfnWeights
 from m3_kernels.formats.mxfp4 import quantize_shuffled
@@ -136,6 +137,7 @@ class ThreadRanks:
         block_threads: threads a block.
         library: compiled kernels to use instead of the default ones.
         poison: fill mailboxes and scratch with 0xFF instead of 0: no tag matches, and every number is NaN.
+        flight: every rank's flight ring; nothing is recorded without.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class ThreadRanks:
         block_threads: int = BLOCK_THREADS,
         library: ctypes.CDLL | None = None,
         poison: bool = False,
+        flight: Sequence[FlightRing] | None = None,
     ) -> None:
         self.shape = shape
         self.poison = poison
@@ -163,6 +166,7 @@ class ThreadRanks:
                 wait_seconds=wait_seconds,
                 block_threads=block_threads,
                 library=library,
+                flight=None if flight is None else flight[rank],
             )
             for rank in range(shape.world_size)
         )

@@ -10,17 +10,20 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 import attrs
 import structlog
 import torch
 
+from m3_comm.flight import FlightRecorder
 from m3_comm.peer_buffer import PeerBuffer
-from m3_comm.transports.base import DeviceTransport
+from m3_comm.transports.base import DeviceTransport, HostMappingTransport
 from m3_core.epochs import EpochBudget
 from m3_core.errors import CollectiveError, ConfigurationError, FaultError, M3Error, ProtocolError, ResourceClosed
-from m3_core.faults import Fault
+from m3_core.faults import Fault, Site
+from m3_core.flight import FlightEvent, FlightReset
 from m3_core.layout import ERROR_WORDS_BYTES
 from m3_core.lifecycle import LIFE, Life, LifeAction, LifeEvent
 from m3_core.ports import AgreementChannel
@@ -79,6 +82,7 @@ class FfnExecutor:
         reset_budget: at which sampled step a reset falls; the default follows from the layers.
         grid: resident blocks of a launch.
         wait_seconds: bound of every wait inside a launch.
+        flight: folder for the flight records, which are written there on a fault; None records nothing.
 
     Raises:
         CollectiveError: on every rank, if any phase failed on any; it says whether this or which other rank failed and why.
@@ -98,8 +102,12 @@ class FfnExecutor:
         grid: int,
         reset_budget: EpochBudget | None = None,
         wait_seconds: float = 10.0,
+        flight: Path | None = None,
     ) -> None:
         self._agreement = channel
+        self._flight_folder = flight
+        self._flight: FlightRecorder | None = None
+        self._flight_files: list[str] = []
         self._layers = dict(sorted(layers.items()))
         self._life = Machine(LIFE)
         self._launches_per_layer: Counter[int] = Counter()
@@ -151,8 +159,12 @@ class FfnExecutor:
             fingerprint=fingerprint,
         )
         self._open.callback(self._peers.close)
+        if self._flight_folder is not None:
+            device = transport if isinstance(transport, HostMappingTransport) else None
+            self._flight = FlightRecorder.create(self._agreement, device=device)
+            self._open.callback(self._flight.close)
         with self._phase("executor.build"):
-            self._channel = FfnChannel(shape, self._peers, grid=grid, wait_seconds=wait_seconds)
+            self._channel = FfnChannel(shape, self._peers, grid=grid, wait_seconds=wait_seconds, flight=self._flight)
             self._open.callback(self._channel.close)
             self._launches = {number: FfnLaunch(self._channel, layer.weights, constants, number) for number, layer in self._layers.items()}
         with self._phase("executor.warm"):
@@ -168,6 +180,7 @@ class FfnExecutor:
         return {
             "version": _package_version(),
             **attrs.asdict(shape),
+            "flight records": "no" if self._flight_folder is None else "yes",
             "layers": ",".join(map(str, self._layers)),
             "formats": ",".join(formats),
             "reset_step": self._budget.reset_step,
@@ -231,6 +244,7 @@ class FfnExecutor:
             raise ConfigurationError(f"slots is {slots.dtype} {tuple(slots.shape)}; a contiguous one-dimensional int64 tensor is needed")
         self._raise_fault()
         self._life.handle(LifeEvent.BEGIN_STEP)
+        self._record(FlightEvent.STEP_BEGIN, self._steps)
         self._slots = slots
         self._launches_in_step = 0
 
@@ -283,6 +297,7 @@ class FfnExecutor:
         self._steps += 1
         self._raise_fault()
         self._life.handle(LifeEvent.END_STEP)
+        self._record(FlightEvent.STEP_END, self._steps - 1)
 
     def output_step(self, *, sampled: bool = True) -> None:
         """Once per sampled step on every rank, eager or replayed, fused or stock: reset the epoch when tags could run out.
@@ -325,6 +340,7 @@ class FfnExecutor:
             ProtocolError: inside a step, or after a fault.
         """
         self._life.handle(LifeEvent.RESET_DUE)
+        self._record(FlightEvent.RESET, FlightReset.BEGIN)
         reset = Machine(RESET)
         actions = deque(reset.handle(ResetEvent.START))
         reason: str | None = None
@@ -333,9 +349,11 @@ class FfnExecutor:
             match actions.popleft():
                 case ResetAction.SYNCHRONIZE:
                     reason = self._attempt(self._drain)
+                    self._record(FlightEvent.RESET, FlightReset.DRAINED if reason is None else FlightReset.BROKE)
                     actions.extend(reset.handle(ResetEvent.DONE if reason is None else ResetEvent.BROKE))
                 case ResetAction.CLEAR:
                     reason = self._attempt(self._clear)
+                    self._record(FlightEvent.RESET, FlightReset.CLEARED if reason is None else FlightReset.BROKE)
                     actions.extend(reset.handle(ResetEvent.DONE if reason is None else ResetEvent.BROKE))
                 case ResetAction.AGREE_READY | ResetAction.AGREE_FAILED:
                     drained = reset.state is Reset.AGREEING_DRAIN
@@ -343,8 +361,10 @@ class FfnExecutor:
                         self._agreement.agree("reset.drain" if drained else "reset.clear", reason)
                     except CollectiveError as error:
                         failure = error
+                        self._record(FlightEvent.RESET, FlightReset.REFUSED)
                         actions.extend(reset.handle(ResetEvent.REFUSED))
                     else:
+                        self._record(FlightEvent.RESET, FlightReset.AGREED if drained else FlightReset.RESUMED)
                         actions.extend(reset.handle(ResetEvent.AGREED))
                         self._life.handle(LifeEvent.DRAIN_AGREED if drained else LifeEvent.CLEAR_AGREED)
                 case ResetAction.MARK_ALL_RANKS:
@@ -352,6 +372,8 @@ class FfnExecutor:
                 case ResetAction.RAISE:
                     self._life.handle(LifeEvent.RESET_FAILED)
                     assert failure is not None
+                    files = self._dump_flight([verdict.rank for verdict in failure.verdicts if not verdict.ready])
+                    self._log.error("reset_failed", reason=str(failure), flight=files)
                     raise failure
                 case ResetAction.RESUME:
                     pass
@@ -385,9 +407,13 @@ class FfnExecutor:
         """Mark this rank failed on every rank, so that the peers' waits end; never raises. Does nothing after ``close``."""
         if self._life.finished or self._life.state is Life.CONSTRUCTING:
             return
+        first = self._life.state is not Life.FAULTED
         self._life.handle(LifeEvent.ABORT)
         self._slots = None
+        self._record(FlightEvent.ABORT)
         self._mark_all_ranks()
+        if first:
+            self._log.error("aborted", flight=self._dump_flight())
 
     def _mark_all_ranks(self) -> None:
         try:
@@ -431,6 +457,7 @@ class FfnExecutor:
         if self.closed:
             return
         actions = self._life.handle(LifeEvent.CLOSE)
+        self._record(FlightEvent.CLOSE)
         if LifeAction.MARK_ALL_RANKS in actions:
             self._mark_all_ranks()
         self._launches.clear()
@@ -445,9 +472,62 @@ class FfnExecutor:
         self._life.handle(LifeEvent.FAULT_SEEN)
         self._slots = None
         if first:
+            self._record(FlightEvent.FAULT_SEEN, site=fault.site or Site.HOST, epoch=fault.epoch, layer=fault.layer, peer=fault.rank)
+            self._flight_files = self._dump_flight([fault.rank] if fault.peer is None else [fault.rank, fault.peer])
             site = fault.site.name if fault.site else fault.site_number
-            self._log.error("fault", failed_rank=fault.rank, epoch=fault.epoch, site=site, layer=fault.layer, peer=fault.peer)
-        raise FaultError(fault)
+            self._log.error(
+                "fault",
+                failed_rank=fault.rank,
+                epoch=fault.epoch,
+                site=site,
+                layer=fault.layer,
+                peer=fault.peer,
+                flight=self._flight_files,
+            )
+        error = FaultError(fault)
+        if self._flight_files:
+            error.add_note(f"flight records for `m3 flight`: {' '.join(self._flight_files)}")
+        raise error
+
+    # --- flight records --------------------------------------------------------------------------------------------------------------
+
+    def dump_flight(self, folder: Path) -> tuple[Path, ...]:
+        """Write this rank's flight record to ``folder`` now, and those of ranks whose processes are gone.
+
+        From any thread. Launches overwrite what earlier ones recorded: those that are more than the ring keeps back, and those of the
+        same epoch before a reset. Who wants a whole run writes before both.
+
+        Returns:
+            The files, the own one first; none if nothing is recorded.
+
+        Raises:
+            ResourceError: a file could not be written.
+            ResourceClosed: after ``close``.
+        """
+        return () if self._flight is None else self._flight.dump(folder)
+
+    def _record(
+        self,
+        event: FlightEvent,
+        detail: int = 0,
+        *,
+        epoch: int = -1,
+        site: Site = Site.HOST,
+        layer: int | None = None,
+        peer: int | None = None,
+    ) -> None:
+        if self._flight is not None:
+            self._flight.record(event, epoch=epoch, site=site, layer=layer, peer=peer, detail=detail)
+
+    def _dump_flight(self, suspects: Sequence[int] = ()) -> list[str]:
+        """Write the records where a fault leaves them; the names go into the log beside the fault. Never raises."""
+        if self._flight is None or self._flight_folder is None:
+            return []
+        try:
+            return [str(path) for path in self._flight.dump(self._flight_folder, suspects)]
+        except M3Error as error:
+            self._log.error("flight_dump_failed", reason=str(error))
+            return []
 
 
 def _package_version() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -86,6 +86,7 @@ class Handle:
         return cls(named, base, offset, length)
 
 
+@runtime_checkable
 class HostMappingTransport(Protocol):
     """A device transport that can also show host memory to the device, such as the ring of a flight recorder."""
 

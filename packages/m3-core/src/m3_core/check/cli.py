@@ -88,7 +88,10 @@ def _run_mutants(mutants: Sequence[Mutant], jobs: int, *, traces: bool) -> int:
 
 
 def _run_trace(path: Path) -> int:
-    records = read(path)
+    try:
+        records = read(path)
+    except OSError as error:
+        raise ConfigurationError(f"the recording {path} cannot be read: {error.strerror}; pass a file of JSON lines") from error
     problems = check(records)
     ranks = len({record.rank for record in records})
     print(f"{path}: {len(records)} events of {ranks} ranks, " + (f"{len(problems)} problems" if problems else "the protocol allows it"))
@@ -138,9 +141,8 @@ def _run_simulations(first: int, count: int | None, seconds: float | None, jobs:
     return 1 if failed else 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the checker; returns the exit status: 0 if everything holds, 1 if not, 2 for bad arguments."""
-    parser = argparse.ArgumentParser(prog="m3 check", description="Check the m3 protocol.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     parser.add_argument("--scope", action="append", default=[], metavar="NAME", help="explore this world only (may be repeated)")
     parser.add_argument("--large", action="store_true", help="explore the worlds that take minutes, too")
     parser.add_argument("--mutants", action="store_true", help="explore the wrong protocols; every one has to be caught")
@@ -151,26 +153,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="SEED", help="the first seed of the simulations (default 0)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
     parser.add_argument("--list", action="store_true", help="list worlds and mutants")
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the arguments say; returns the exit status: 0 if everything holds, 1 if not.
+
+    Raises:
+        ConfigurationError: for a name that does not exist, or a recording that cannot be read.
+    """
+    if options.jobs < 1:
+        raise ConfigurationError(f"--jobs is {options.jobs}; pass at least 1")
+    if options.list:
+        for checked in SCOPES:
+            print(f"{checked.name:32} {checked.about}{' (large)' if checked.large else ''}")
+        for mutant in MUTANTS:
+            print(f"{mutant.name:32} {mutant.change}")
+        return 0
+    if options.trace is not None:
+        return _run_trace(options.trace)
+    if options.simulate is not None or options.seconds is not None:
+        return _run_simulations(options.seed, options.simulate, options.seconds, options.jobs)
+    if options.mutant:
+        return _run_mutants(_named(MUTANTS, options.mutant, lambda mutant: mutant.name), options.jobs, traces=True)
+    if options.mutants:
+        return _run_mutants(MUTANTS, options.jobs, traces=False)
+    scopes = _named(SCOPES, options.scope, lambda checked: checked.name) if options.scope else SCOPES
+    return _run_scopes([checked for checked in scopes if options.scope or options.large or not checked.large], options.jobs)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the checker; returns the exit status: 0 if everything holds, 1 if not, 2 for bad arguments."""
+    parser = argparse.ArgumentParser(prog="python -m m3_core.check", description="Check the m3 protocol.")
+    add_arguments(parser)
     try:
-        if options.jobs < 1:
-            raise ConfigurationError(f"--jobs is {options.jobs}; pass at least 1")
-        if options.list:
-            for checked in SCOPES:
-                print(f"{checked.name:32} {checked.about}{' (large)' if checked.large else ''}")
-            for mutant in MUTANTS:
-                print(f"{mutant.name:32} {mutant.change}")
-            return 0
-        if options.trace is not None:
-            return _run_trace(options.trace)
-        if options.simulate is not None or options.seconds is not None:
-            return _run_simulations(options.seed, options.simulate, options.seconds, options.jobs)
-        if options.mutant:
-            return _run_mutants(_named(MUTANTS, options.mutant, lambda mutant: mutant.name), options.jobs, traces=True)
-        if options.mutants:
-            return _run_mutants(MUTANTS, options.jobs, traces=False)
-        scopes = _named(SCOPES, options.scope, lambda checked: checked.name) if options.scope else SCOPES
-        return _run_scopes([checked for checked in scopes if options.scope or options.large or not checked.large], options.jobs)
-    except (ConfigurationError, OSError) as error:
-        print(f"m3 check: {error}", file=sys.stderr)
+        return run(parser.parse_args(arguments))
+    except ConfigurationError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
 import attrs
 
+from m3_core.check.codes import Action
 from m3_core.check.narrate import narrate
 from m3_core.check.properties import Line, Property, Violation
 from m3_core.check.rules import Rules, Scope
 from m3_core.check.world import World
+
+# What the world names as its action while it looks at a state as a whole.
+LOOK: Action = ("look",)
 
 
 @attrs.frozen
@@ -26,6 +31,7 @@ class Result:
         broken: the property that does not hold; None if all hold in every state seen.
         detail: what happened.
         trace: the shortest way there, as lines of a timeline.
+        way: the same as states, each with the action that was taken in it; the last action breaks the property.
     """
 
     states: int
@@ -36,6 +42,7 @@ class Result:
     broken: Property | None = None
     detail: str = ""
     trace: tuple[Line, ...] = ()
+    way: tuple[tuple[bytes, Action], ...] = ()
 
 
 def explore(rules: Rules, scope: Scope, *, symmetry: bool = True, max_states: int | None = None) -> Result:
@@ -58,8 +65,10 @@ def explore(rules: Rules, scope: Scope, *, symmetry: bool = True, max_states: in
         seconds = time.perf_counter() - started
         if violation is None:
             return Result(len(parents), transitions, depth, seconds, complete)
-        trace = _trace(world, parents, at, canonical)
-        return Result(len(parents), transitions, depth, seconds, False, violation.broken, violation.detail, trace)
+        way = _way(world, parents, at, canonical)
+        lines = [line for state, action in way if action != LOOK for line in narrate(world, state, action)]
+        lines.append(Line(None, f"VIOLATION {violation.broken.name}: {violation.detail}"))
+        return Result(len(parents), transitions, depth, seconds, False, violation.broken, violation.detail, tuple(lines), way)
 
     while frontier:
         found: list[bytes] = []
@@ -87,30 +96,26 @@ def names_no_rank(rules: Rules) -> bool:
     return rules.padding_is_exchanged and rules.equal_launches and rules.resets_together and rules.slot_per_source
 
 
-def _trace(world: World, parents: dict[bytes, bytes | None], last: bytes, canonical: Callable[[bytes], bytes] | None) -> tuple[Line, ...]:
+def _way(
+    world: World, parents: dict[bytes, bytes | None], last: bytes, canonical: Callable[[bytes], bytes] | None
+) -> tuple[tuple[bytes, Action], ...]:
     """Play the way to ``last`` again without renaming, then the step that broke the property.
 
     Under symmetry consecutive states of the search may name ranks differently; playing forward from the start and matching each
     state's canonical form keeps one naming throughout.
     """
-    way = [last]
-    while (parent := parents[way[-1]]) is not None:
-        way.append(parent)
-    way.reverse()
-    lines: list[Line] = []
-    state = way[0]
-    for target in way[1:]:
-        for action, new in world.successors(state):
-            if (canonical(new) if canonical is not None else new) == target:
-                lines.extend(narrate(world, state, action))
-                state = new
-                break
-        else:  # pragma: no cover - the search found this step
-            raise AssertionError("a step of the trace cannot be played again")
-    try:
+    targets = [last]
+    while (parent := parents[targets[-1]]) is not None:
+        targets.append(parent)
+    targets.reverse()
+    way: list[tuple[bytes, Action]] = []
+    state = targets[0]
+    for target in targets[1:]:
+        action, new = next(
+            (action, new) for action, new in world.successors(state) if (canonical(new) if canonical is not None else new) == target
+        )
+        way.append((state, action))
+        state = new
+    with contextlib.suppress(Violation):
         world.successors(state)
-    except Violation as violation:
-        if world.current != ("look",):
-            lines.extend(narrate(world, state, world.current))
-        lines.append(Line(None, f"VIOLATION {violation.broken.name}: {violation.detail}"))
-    return tuple(lines)
+    return (*way, (state, world.current))

@@ -36,9 +36,10 @@ class WrongValueError(AssertionError):
 
 
 def payload(rank: int, channel: int, launches: int, exchange: int, row: int, column: int) -> int:
-    """16 bits that no other word of the run's neighbourhood carries; ``launches`` counts all launches, over resets."""
-    mixed = ((((launches * 8 + rank) * 8 + channel) * 2 + exchange) * 64 + row) * 4096 + column
-    return mixed * 2654435761 >> 13 & 0xFFFF
+    """16 bits that differ between ranks, launches, rows and columns as chance would have it; ``launches`` counts over resets."""
+    where = ((((launches * 8 + rank) * 8 + channel) * 2 + exchange) * 64 + row) * 4096 + column
+    mixed = (where + 1) * 0x9E3779B97F4A7C15 % 2**64
+    return ((mixed >> 32) * 0xD6E8FEB86659FD93 >> 32) & 0xFFFF
 
 
 class GaveUp(Exception):

@@ -144,22 +144,29 @@ class Fields:
         Ranks are ordered by their own blocks; only ranks that are equal there are tried in every order.
         """
         ranks, own = range(self.ranks), self._own
-        slices = {permutation: self._moves(permutation) for permutation in itertools.permutations(ranks)}
         blocks = [slice(rank * own, rank * own + own) for rank in ranks]
+        moves = {order: self._moves(order) for order in itertools.permutations(ranks)}
+        # For an order and which neighbours in it are equal: every order that is as good.
+        equals: dict[tuple[tuple[int, ...], tuple[bool, ...]], list[list[slice]]] = {}
+        for ties in itertools.product((False, True), repeat=self.ranks - 1):
+            groups = [0, *itertools.accumulate(not tie for tie in ties)]
+            for order in moves:
+                alike = [
+                    moves[tuple(order[place] for place in places)]
+                    for places in itertools.permutations(ranks)
+                    if [groups[place] for place in places] == groups
+                ]
+                equals[order, ties] = alike
         join = b"".join
 
         def smallest(state: bytes) -> bytes:
             keys = [state[block] for block in blocks]
-            wanted = sorted(keys)
-            if len(set(keys)) == len(keys):
-                if keys == wanted:
-                    return state
-                return join([state[move] for move in slices[tuple(map(keys.index, wanted))]])
-            return min(
-                join([state[move] for move in moves])
-                for permutation, moves in slices.items()
-                if [keys[rank] for rank in permutation] == wanted
-            )
+            order = tuple(sorted(ranks, key=keys.__getitem__))
+            ties = tuple([keys[order[place]] == keys[order[place + 1]] for place in range(len(order) - 1)])
+            alike = equals[order, ties]
+            if len(alike) == 1:
+                return join([state[move] for move in alike[0]])
+            return min([join([state[move] for move in chosen]) for chosen in alike])
 
         return smallest
 

@@ -32,6 +32,7 @@ struct Arguments {
   const int* injection;        // [4] rank + 1 (0: none), delay in ticks; two more words for test builds
   Bits16* out;                 // bf16 [rows, hidden]
   Bits16* residual_out;        // bf16 [rows, hidden]
+  unsigned char* flight;       // ring of the flight recorder, or null
   long long wait_ticks;        // bound of every wait
   Sizes sizes;
   Constants constants;
@@ -40,6 +41,7 @@ struct Arguments {
   int handshake;       // 1 on the step's last sparse layer
   int mode;            // Mode
   int timeline;        // 1: stamp the clock of every block at every stage
+  int flight_launches; // launches that the ring keeps
 };
 
 }  // namespace m3::ffn

@@ -93,6 +93,7 @@ struct Context {
     line.rank = launch.rank;
     line.world = shape.world();
     line.layer = launch.layer;
+    line.flight = FlightRing{launch.flight, launch.flight_launches};
     set_epoch(0);
   }
 
@@ -132,6 +133,13 @@ struct Context {
   }
 
   M3_DEVICE_METHOD Bits64 pair(Bits32 value) const { return protocol::pack_pair(value, tag.tag); }
+
+  // How a wait of this block ended, or how the launch did, for a flight record.
+  M3_DEVICE_METHOD int flight_outcome() const { return platform::flag_is_set(&shared.failed) ? protocol::FLIGHT_LEFT : 0; }
+  // A flight record of this launch.
+  M3_DEVICE_METHOD void record(int event, Site site = Site::HOST, int detail = 0) const {
+    if (writes_flight(line.flight)) write_flight(line.flight, platform::clock_ticks(), event, {line.epoch, line.layer, site, -1}, detail);
+  }
 
   // Stamp `stamp` of this block's timeline.
   M3_DEVICE_METHOD void stamp(int stamp) const {

@@ -61,22 +61,26 @@ template <class Shape>
 M3_DEVICE_INLINE void trade_fault_flags(Context<Shape>& context) {
   if (platform::block_index() != 0 || platform::thread_index() != 0) return;
   const FaultLine& line = context.line;
+  const int failed = fault_is_set(line) ? 1 : 0;
+  context.record(protocol::FLIGHT_FLAG, Site::HANDSHAKE, failed);
   constexpr int kPairWords = static_cast<int>(protocol::PAIR_BYTES);
   for (int target = 0; target < line.world && !context.is_withheld(Site::HANDSHAKE); ++target) {
     platform::announce_system(peer_buffer(line, target) + protocol::handshake_pair(line.rank) / kPairWords,
-                              context.pair(fault_is_set(line) ? 1 : 0));
+                              context.pair(static_cast<Bits32>(failed)));
   }
   Bits64 word[Shape::kMostRanks];
   const bool came = wait_for_words<Scope::system>(
       line, Site::HANDSHAKE, Source::rank_of_word, context.tag, line.world,
       [&](int source) { return line.own + protocol::handshake_pair(source) / kPairWords; }, word);
   platform::acquire_system();
-  if (!came) return;
-  for (int source = 0; source < line.world; ++source) {
+  int outcome = came ? 0 : protocol::FLIGHT_LEFT;
+  for (int source = 0; came && source < line.world; ++source) {
+    if (protocol::pair_word_value(word[source]) != 0) outcome = protocol::FLIGHT_PEER_FAILED;
     if (protocol::pair_word_value(word[source]) != 0 && !fault_is_set(line)) {
       write_fault(line.own, source, line.epoch, protocol::site_word(static_cast<int>(Site::PEER), -1, line.layer));
     }
   }
+  context.record(protocol::FLIGHT_DONE, Site::HANDSHAKE, outcome);
 }
 
 }  // namespace m3::ffn

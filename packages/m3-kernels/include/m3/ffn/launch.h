@@ -24,6 +24,7 @@ M3_DEVICE_INLINE void launch(const Arguments& arguments, Shared<Shape>& shared) 
   if (begin(context)) {
     list_valid_rows(context);
     context.stamp(0);
+    context.record(protocol::FLIGHT_LAUNCH);
     push(context);
     context.stamp(1);
     reduce(context);
@@ -41,12 +42,14 @@ M3_DEVICE_INLINE void launch(const Arguments& arguments, Shared<Shape>& shared) 
     context.stamp(7);
     up<Format>(context);
     context.stamp(8);
+    if (context.flight_outcome() == 0) context.record(protocol::FLIGHT_DOWN);
     down<Format>(context);
     context.stamp(9);
     final(context);
     context.stamp(10);
     advance_epoch(context);
     context.stamp(11);
+    context.record(protocol::FLIGHT_END, Site::HOST, context.flight_outcome());
   }
   if (arguments.handshake != 0) trade_fault_flags(context);
 }

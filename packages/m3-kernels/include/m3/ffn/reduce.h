@@ -57,6 +57,7 @@ M3_DEVICE_INLINE void reduce(Context<Shape>& context) {
       }
     }
   }
+  context.record(protocol::FLIGHT_DONE, Site::REDUCE, context.flight_outcome());
 }
 
 }  // namespace m3::ffn

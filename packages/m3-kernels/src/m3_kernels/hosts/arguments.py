@@ -41,6 +41,7 @@ _POINTERS = (
     "injection",
     "out",
     "residual_out",
+    "flight",
 )
 
 
@@ -52,7 +53,7 @@ class Arguments(ctypes.Structure):
         ("wait_ticks", ctypes.c_longlong),
         ("sizes", Sizes),
         ("constants", Constants),
-        *((name, ctypes.c_int) for name in ("rank", "layer", "handshake", "mode", "timeline")),
+        *((name, ctypes.c_int) for name in ("rank", "layer", "handshake", "mode", "timeline", "flight_launches")),
     ]
 
 

@@ -10,8 +10,10 @@ from importlib import import_module
 from m3_core.errors import M3Error
 
 COMMANDS: dict[str, str] = {
+    "check": "explore the protocol's small worlds, or check a recorded run",
     "demo": "serve a tiny MiniMax-M3 with the real vLLM, fused against stock",
     "doctor": "import and try every layer of m3 on this machine",
+    "flight": "merge the ranks' flight records and name the first stall",
     "tiny": "write a tiny random MiniMax-M3 checkpoint",
 }
 """Sub-command (also the name of its module here) and its one-line help."""

@@ -55,6 +55,7 @@ M3_EXPORT const char* m3_arguments_layout() {
   M3_ADD(injection);
   M3_ADD(out);
   M3_ADD(residual_out);
+  M3_ADD(flight);
   M3_ADD(wait_ticks);
   M3_ADD(sizes);
   M3_ADD(constants);
@@ -63,6 +64,7 @@ M3_EXPORT const char* m3_arguments_layout() {
   M3_ADD(handshake);
   M3_ADD(mode);
   M3_ADD(timeline);
+  M3_ADD(flight_launches);
 #undef M3_ADD
   return text;
 }

@@ -17,10 +17,6 @@ class GemmaNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(width))
         self.eps = eps
 
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Norm of ``value`` [..., N], rounded to its type."""
-        return gemma_norm(value, self.weight, self.eps).to(value.dtype)
-
     def add(self, value: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add ``value`` to ``residual`` and norm the sum.
 

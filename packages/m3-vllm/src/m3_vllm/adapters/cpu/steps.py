@@ -21,6 +21,7 @@ from vllm.distributed import get_tp_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from m3_comm.agreement import LocalAgreement, TorchAgreement, joint_stage
+from m3_comm.lifetime import die_with_starter
 from m3_comm.reaper import reap
 from m3_comm.transports.shm import ShmTransport
 from m3_core.errors import CollectiveError, M3Error, RefusalError
@@ -215,6 +216,11 @@ def build(layers: Mapping[int, SparseLayer], config: Any, constants: FfnConstant
     boards: list[StatusBoard] = []
 
     def prepare() -> None:
+        # A worker waits for its peers inside launches, so it must not outlive the engine that would restart or end them together. vLLM's
+        # own watch begins when a worker has loaded its model, and ends it only between two requests. The engine starts its workers from
+        # its main thread, which is what the kernel takes for their parent. A single rank may be the user's own process.
+        if channel.world_size > 1:
+            die_with_starter()
         if channel.rank == 0:
             reap()
         for layer in layers.values():
@@ -226,7 +232,7 @@ def build(layers: Mapping[int, SparseLayer], config: Any, constants: FfnConstant
     with contextlib.ExitStack() as undo:
         undo.callback(_close_all, boards)
         joint_stage(channel, "adapter.prepare", prepare)
-        executor = None if settings.mode is Mode.OFF else _executor(layers, config, constants, channel, max_rows, settings)
+        executor = None if settings.mode is Mode.OFF else _executor(layers, config, constants, channel, max_rows, settings, instance)
         undo.pop_all()
     steps = Steps(layers, executor, max_rows, boards[0], channel.rank, channel.world_size)
     steps.publish()
@@ -256,6 +262,7 @@ def _executor(
     channel: AgreementChannel,
     max_rows: int,
     settings: Settings,
+    instance: str,
 ) -> FfnExecutor | None:
     format = next(iter(layers.values())).block_sparse_moe.experts.format
     request = LaunchRequest.collect(config, len(layers), channel.world_size, max_rows, settings, format)
@@ -274,6 +281,7 @@ def _executor(
             grid=settings.grid or GRID,
             reset_budget=request.budget,
             wait_seconds=settings.wait_seconds,
+            flight=settings.flight_directory and settings.flight_directory / instance,
         )
     except CollectiveError as error:
         # The same on every rank: a construction that fails anywhere raises everywhere.
