@@ -134,6 +134,17 @@ def wheels(session: nox.Session) -> None:
 
 
 @nox.session(python=PYTHON)
+def tables(session: nox.Session) -> None:
+    """Every statement and branch of the protocol's state machines is tested."""
+    session.install("-r", "requirements/tests.txt")
+    install_packages(session, "m3-core")
+    modules = ",".join(f"*/m3_core/{name}.py" for name in ("agreement", "handshake", "lifecycle", "phase", "reset", "tables"))
+    tests = [f"packages/m3-core/tests/test_{name}.py" for name in ("tables", "agreement")]
+    session.run("coverage", "run", "--branch", f"--include={modules}", "-m", "pytest", "-q", *tests)
+    session.run("coverage", "report", "--show-missing", "--fail-under=100")
+
+
+@nox.session(python=PYTHON)
 def minimums(session: nox.Session) -> None:
     """m3-core's tests with the lowest versions that it allows."""
     session.install("-r", "requirements/tests.txt", "attrs==23.2.0", "structlog==24.1.0")

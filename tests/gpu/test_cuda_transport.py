@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from m3_comm.agreement import TorchAgreement
-from m3_comm.flight import FlightClock, FlightRecorder
+from m3_comm.flight import FlightRecorder
 from m3_comm.flight_report import read
 from m3_comm.peer_buffer import PeerBuffer, Stage
 from m3_comm.testing import Outcome, RankRunner
@@ -351,10 +351,12 @@ def test_unequal_sizes_are_named_before_anything_is_allocated(ranks: Ranks) -> N
 def _recorded(channel: TorchAgreement, library: Path, folder: Path) -> float:
     transport = _transport(channel.rank)
     kernels = Kernels(library)
-    clock = FlightClock(10**9, 0, 0)
-    recorder = FlightRecorder.create(channel, launches=64, host_records=8, clock=clock, device=transport)
+    start = time.monotonic_ns()
+    recorder = FlightRecorder.create(channel, launches=64, host_records=8, device=transport)
+    made = time.monotonic_ns()
     count = 128
     assert kernels("flight_records", recorder.address, 64, count) == 0
+    end = time.monotonic_ns()
     (path,) = recorder.dump(folder)
     recorder.close()
     timeline = read([path])
@@ -362,6 +364,10 @@ def _recorded(channel: TorchAgreement, library: Path, folder: Path) -> float:
     assert [(r.event, r.epoch, r.layer) for r in timeline.records] == [
         (event, epoch, 7) for epoch in range(64) for event in (FlightEvent.LAUNCH, FlightEvent.END)
     ]
+    # The GPU's clock on the host's: reading it took less than making the recorder.
+    error = made - start
+    assert made - error <= timeline.records[0].nanoseconds
+    assert timeline.records[-1].nanoseconds <= end + error
     return kernels.status[1] / count
 
 

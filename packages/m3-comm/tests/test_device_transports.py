@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ DOUBLES = Path(__file__).with_name("doubles")
 NBYTES = 2 * 4096 + 8
 ALLOCATED = 3 * 4096
 KINDS = ("cuda", "hip")
+TIMER_START = 1_700_000_000_000_000_000
+"""Of the CUDA double's timer."""
 
 
 @pytest.fixture(scope="module")
@@ -408,16 +411,28 @@ def _flight(channel: TorchAgreement, path: Path, kind: str, folder: Path) -> Non
         double.fail(name, 1)
     with pytest.raises(CollectiveError, match=r"flight-recorder/map failed .*rank 0: mapping 8192 host bytes failed"):
         FlightRecorder.create(channel, launches=4, host_records=8, device=transport)
-    assert double.held == 0
+    assert double.held == (1 if kind == "cuda" else 0)
+    start = time.monotonic_ns()
     recorder = FlightRecorder.create(channel, launches=4, host_records=8, device=transport)
+    taken = time.monotonic_ns() - start
     assert recorder.address != 0
-    assert double.held == 1
+    # The CUDA transport keeps a word of its own, for what kernels answer.
+    words = 1 if kind == "cuda" else 0
+    assert double.held == 1 + words
     recorder.record(FlightEvent.STEP_BEGIN)
-    assert len(read(recorder.dump(folder / str(channel.rank))).records) == 1
+    timeline = read(recorder.dump(folder / str(channel.rank)))
+    assert len(timeline.records) == 1
+    clock = timeline.headers[channel.rank].clock
+    if kind == "cuda":
+        # The double's timer is the host's clock and a constant; reading it took no longer than making the recorder.
+        error = clock.ticks - clock.monotonic_nanoseconds - TIMER_START
+        assert abs(error) <= taken
+    else:
+        assert (clock.ticks_per_second, clock.ticks) == (100_000_000, 0)
     channel.agree("dumped", None)
     recorder.close()
     recorder.close()
-    assert double.held == 0
+    assert double.held == words
 
 
 @pytest.mark.parametrize("kind", KINDS)

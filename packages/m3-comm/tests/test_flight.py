@@ -150,6 +150,8 @@ def test_the_first_stall_names_rank_site_and_the_peers_last_act() -> None:
     for address in (a, b):
         _launch(address, 3_000_002_000, FlightEvent.DONE, 1, Site.REDUCE, 4, detail=FLIGHT_LEFT)
         _launch(address, 3_000_003_000, FlightEvent.END, 1, layer=4, detail=FLIGHT_LEFT)
+    # Not what it would have done had it lived to see the fault.
+    _launch(c, 3_000_001_100, FlightEvent.FLAG, 1, layer=5)
     timeline = merge([("0", first.raw), ("1", second.raw), ("2", third.raw)])
     assert [(s.wait.rank, s.wait.nanoseconds, s.peer) for s in timeline.stalls()] == [(0, 1_005, 2), (1, 2_005, None)]
     stall = timeline.first_stall()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import attrs
@@ -157,6 +160,37 @@ def test_bad_channels(options: dict[str, object], message: str) -> None:
     peers = InProcessPeers([aligned_zeros(SHAPE.peer_layout.total_bytes)], 0)
     with pytest.raises(ConfigurationError, match=message):
         FfnChannel(SHAPE, peers, **options)  # type: ignore[arg-type]
+
+
+NO_ROOM = """
+import resource
+from m3_core.errors import ResourceError
+from m3_kernels.hosts.cpu import CpuHost
+
+CpuHost(1, 64).close()
+with open("/proc/self/statm") as file:
+    pages = int(file.read().split()[0])
+limit = pages * resource.getpagesize() + {room}
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    CpuHost({grid}, {threads})
+except ResourceError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("grid", "threads", "room", "reason"),
+    [(4, 1024, 64 << 20, errno.ENOMEM), (8, 64, 128 << 20, errno.EAGAIN)],
+    ids=["stacks", "threads"],
+)
+def test_blocks_that_do_not_fit_into_memory(grid: int, threads: int, room: int, reason: int) -> None:
+    """No room for the fibers' stacks (96 MiB in the second case), or for the OS threads' (8 MiB each): an error, and the process lives."""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_ROOM.format(grid=grid, threads=threads, room=room)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"cannot start {grid} blocks of {threads} threads: {os.strerror(reason)}; pass a smaller grid\n"
 
 
 def test_peers_of_another_world() -> None:

@@ -46,6 +46,7 @@ RECORD = struct.Struct("<qQQQ")
 DEFAULT_LAUNCHES = 512
 DEFAULT_HOST_RECORDS = 1024
 
+_CLOCK_READINGS = 5
 _HEADER = struct.Struct("<8sIIiiIIqqqqqqiiQ8s")
 _NEXT_HOST_RECORD = struct.Struct("<Q")
 _NEXT_HOST_RECORD_OFFSET = FLIGHT_HEADER_BYTES - _NEXT_HOST_RECORD.size
@@ -70,6 +71,24 @@ class FlightClock:
         """The CPU target's launches read the host's monotonic clock, in nanoseconds."""
         now = time.monotonic_ns()
         return cls(1_000_000_000, now, now)
+
+    @classmethod
+    def of_device(cls, device: HostMappingTransport) -> FlightClock:
+        """The clock of a device's launches: the reading that took the host the least time, which is at most half of it off.
+
+        A device whose clock cannot be read gets the right rate and a wrong start: the times of its launches are right among
+        themselves, and differ from those of host and peers by a constant.
+        """
+        readings = []
+        for _ in range(_CLOCK_READINGS):
+            before = time.monotonic_ns()
+            ticks = device.read_clock()
+            after = time.monotonic_ns()
+            if ticks is None:
+                return cls(device.ticks_per_second, 0, before)
+            readings.append((after - before, ticks, (before + after) // 2))
+        _, ticks, now = min(readings)
+        return cls(device.ticks_per_second, ticks, now)
 
     def nanoseconds(self, ticks: int) -> int:
         """A reading of the launches' clock in nanoseconds of the host's monotonic clock."""
@@ -221,12 +240,13 @@ class FlightRecorder:
             channel: the ranks.
             launches: launches kept, 1 KiB each.
             host_records: host records kept, 32 bytes each.
-            clock: of the launches; the host's monotonic clock if None.
+            clock: of the launches; if None the device's, or without a device the host's monotonic clock.
             device: whose launches record; None if they run on the host.
 
         Raises:
             CollectiveError: as ``PeerBuffer.create``, or a device cannot map its ring; nothing is kept.
         """
+        # A device's clock is read below: it may fail on one rank alone.
         identity = ProcessIdentity.current()
         header = FlightHeader(
             channel.rank,
@@ -244,8 +264,9 @@ class FlightRecorder:
         recorders: list[FlightRecorder] = []
 
         def finish() -> None:
-            ctypes.memmove(rings.local, header.encode(), _HEADER.size)
-            recorders.append(cls(rings, header, device))
+            own = header if device is None or clock is not None else attrs.evolve(header, clock=FlightClock.of_device(device))
+            ctypes.memmove(rings.local, own.encode(), _HEADER.size)
+            recorders.append(cls(rings, own, device))
 
         try:
             joint_stage(channel, "flight-recorder/map", finish)

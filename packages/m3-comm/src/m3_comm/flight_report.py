@@ -93,7 +93,7 @@ class Stall:
         wait: the record of the wait's begin; where another thread than the recording one gave up, made from the record of that.
         peer: the rank that was waited for, None if the rank's own blocks or unknown.
         gave_up: the record of giving up, None if it was still waiting.
-        last: the last record of ``peer``, None if there is none.
+        last: the last record of ``peer`` until the wait gave up, None if there is none.
         peer_alive: whether the peer's process lived when its file was written; None without a file of it.
     """
 
@@ -120,7 +120,7 @@ class Stall:
         if self.peer_alive is False:
             text += f". The process of rank {self.peer} was gone when the record was written"
         if self.last is None:
-            return text + f". There is no record of rank {self.peer}: add its file, or it recorded nothing."
+            return text + f". There is no record of rank {self.peer} until then: add its file, or it recorded nothing."
         gap = (wait.nanoseconds - self.last.nanoseconds) / 1e9
         when = f"{gap:.6f} s before the wait began" if gap >= 0 else f"{-gap:.6f} s after the wait began"
         return text + f". Last of rank {self.peer}: {self.last.describe()}, {when}."
@@ -212,7 +212,9 @@ class Timeline:
 
     def _stall(self, wait: FlightRecord, gave_up: FlightRecord | None) -> Stall:
         peer = gave_up.peer if gave_up is not None and gave_up.peer is not None else wait.peer
-        last = next((record for record in reversed(self.records) if record.rank == peer), None)
+        # What the peer did once it knew of the fault explains nothing.
+        known = [record for record in self.records if record.rank == peer and (gave_up is None or record.nanoseconds <= gave_up.nanoseconds)]
+        last = known[-1] if known else None
         return Stall(wait, peer, gave_up, last, self.headers[peer].alive if peer in self.headers else None)
 
 

@@ -98,6 +98,15 @@ class HostMappingTransport(Protocol):
         """Undo ``map_host`` for the same host address."""
         ...
 
+    @property
+    def ticks_per_second(self) -> int:
+        """Rate of the clock that launches on this device read."""
+        ...
+
+    def read_clock(self) -> int | None:
+        """That clock, in ticks; None if the transport cannot read it. Raises ``ResourceError``."""
+        ...
+
 
 class DeviceTransport(Protocol):
     """A memory transport with what ``PeerBuffer`` needs to prove and show the memory.

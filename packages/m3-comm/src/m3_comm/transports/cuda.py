@@ -30,7 +30,8 @@ from m3_core.errors import ResourceError
 
 log = structlog.get_logger(__name__)
 
-# One thread stores or loads a word with system scope, as the kernels' platform header does for peer memory.
+# One thread stores or loads a word with system scope, as the kernels' platform header does for peer memory, or reads the clock that the
+# launches read.
 _PTX = b"""
 .version 7.0
 .target sm_70
@@ -52,6 +53,15 @@ _PTX = b"""
   cvta.to.global.u64 %a, %a;
   cvta.to.global.u64 %r, %r;
   ld.relaxed.sys.global.u64 %v, [%a];
+  st.global.u64 [%r], %v;
+  ret;
+}
+.visible .entry m3_read_clock(.param .u64 unused, .param .u64 result)
+{
+  .reg .u64 %r, %v;
+  ld.param.u64 %r, [result];
+  cvta.to.global.u64 %r, %r;
+  mov.u64 %v, %globaltimer;
   st.global.u64 [%r], %v;
   ret;
 }
@@ -196,6 +206,15 @@ class CudaTransport:
         """Undo ``map_host`` for the same host address."""
         self._driver.release("cuMemHostUnregister", address, what="unpinning host bytes")
 
+    @property
+    def ticks_per_second(self) -> int:
+        """The global timer counts nanoseconds."""
+        return 1_000_000_000
+
+    def read_clock(self) -> int:
+        """The global timer, read by a kernel."""
+        return self._word_kernels().clock()
+
     def _word_kernels(self) -> _WordKernels:
         if self._words is None:
             self._words = _WordKernels(self._driver)
@@ -226,15 +245,16 @@ class CudaTransport:
 
 
 class _WordKernels:
-    """The two kernels of ``_PTX``, and a device word for the result."""
+    """The kernels of ``_PTX``, and a device word for the result."""
 
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
         module = Module()
         driver.call("cuModuleLoadData", ctypes.byref(module), _PTX, what="loading the probe kernels")
-        self._store, self._load = Function(), Function()
+        self._store, self._load, self._clock = Function(), Function(), Function()
         driver.call("cuModuleGetFunction", ctypes.byref(self._store), module, b"m3_store_word")
         driver.call("cuModuleGetFunction", ctypes.byref(self._load), module, b"m3_load_word")
+        driver.call("cuModuleGetFunction", ctypes.byref(self._clock), module, b"m3_read_clock")
         # Lives as long as the context, like the module.
         self._result = DevicePointer()
         driver.call("cuMemAlloc_v2", ctypes.byref(self._result), 8, what="allocating 8 bytes")
@@ -243,7 +263,13 @@ class _WordKernels:
         self._launch(self._store, address, value)
 
     def load(self, address: int) -> int:
-        self._launch(self._load, address, self._result.value)
+        return self._answer(self._load, address)
+
+    def clock(self) -> int:
+        return self._answer(self._clock, 0)
+
+    def _answer(self, function: Function, argument: int) -> int:
+        self._launch(function, argument, self._result.value)
         value = ctypes.c_uint64()
         self._driver.call("cuMemcpyDtoH_v2", ctypes.byref(value), self._result.value, 8, what="reading a probe word")
         return value.value

@@ -220,6 +220,15 @@ class HipTransport:
         """Undo ``map_host`` for the same host address."""
         self._runtime.release("hipHostUnregister", address, what="unpinning host bytes")
 
+    @property
+    def ticks_per_second(self) -> int:
+        """Rate of the constant clock of gfx942 and gfx950, which the launches read."""
+        return 100_000_000
+
+    def read_clock(self) -> None:
+        """The runtime reads it only from a kernel, and this package has none for AMD."""
+        return
+
     def _describe(self, allocation: Allocation) -> str:
         """What memory that is not this transport's own is, in words."""
         address, status = allocation.address, self._runtime.status
