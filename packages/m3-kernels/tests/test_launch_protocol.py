@@ -19,7 +19,7 @@ from m3_kernels.reference.half import half
 from m3_kernels.testing import ThreadRanks, hooked_library, on_threads, random_inputs, random_weights
 
 SHAPE = FfnShape(hidden=96, intermediate=32, experts=4, top_k=2, world_size=2, max_rows=8)
-WAIT = 0.3
+WAIT = 0.6
 # A rank that gives up needs the bound; what follows on it and on its peers does not wait again.
 END_SECONDS = 5.0
 LAYER = 7
@@ -266,9 +266,11 @@ def test_injection_later_than_the_bound(short: ThreadRanks, weights: tuple[FfnWe
     started = time.monotonic()
     short.run(short.launches(weights, layer=LAYER), random_inputs(SHAPE, 3, generator))
     assert time.monotonic() - started < 2.0
-    # Rank 1's own second block waits for its first one's words, too.
+    # Rank 1's second block did push: the blocks that have all they need of stage reduce wait for their own rank's other block instead.
+    waits = {(Site.REDUCE, 1), (Site.NORM, None), (Site.ROUTER, None)}
     for fault in short.faults():
-        assert (fault.failed, fault.site, fault.peer) == (True, Site.REDUCE, 1)
+        assert fault.failed
+        assert (fault.site, fault.peer) in waits
 
 
 def test_injection_elsewhere_changes_nothing(weights: tuple[FfnWeights, ...], generator: torch.Generator) -> None:

@@ -151,7 +151,15 @@ def shape_reasons(
     top_k: int | None = None,
 ) -> list[str]:
     """Why these sizes cannot run; empty if they can. ``None`` leaves a size out."""
-    reasons: list[str] = []
+    sizes = {"hidden": hidden, "rows": rows, "world size": world_size, "intermediate": intermediate, "experts": experts, "top_k": top_k}
+    # A configuration file's sizes may be of any type.
+    reasons = [
+        f"{name} is {value!r}: a whole number is needed"
+        for name, value in sizes.items()
+        if type(value) is not int and (value is not None or name == "hidden")
+    ]
+    if reasons:
+        return reasons
     if not 2 <= hidden <= MAX_HIDDEN or hidden % 2:
         reasons.append(f"hidden is {hidden}: an even number from 2 to {MAX_HIDDEN} is needed (two columns share a word)")
     if rows is not None and not 1 <= rows <= MAX_ROWS:

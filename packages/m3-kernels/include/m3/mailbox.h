@@ -64,7 +64,8 @@ M3_DEVICE_INLINE Bits64 load_word(const Bits64* address) {
 
 // Waits for the first `count` of at most kMost words together: all are loaded before any is looked at. `address(i)` names word i.
 template <Scope kScope, int kMost, class Tag, class Address>
-M3_DEVICE_INLINE bool wait_for_words(const FaultLine& line, protocol::Site site, Source source, Tag tag, int count, Address address, Bits64 (&word)[kMost]) {
+M3_DEVICE_INLINE bool wait_for_words(const FaultLine& line, protocol::Site site, Source source, Tag tag, int count, Address address,
+                                     Bits64 (&word)[kMost]) {
   return wait_until(line, site, source, [&] {
     M3_UNROLL for (int i = 0; i < kMost; ++i) {
       if (i < count) word[i] = load_word<kScope>(address(i));

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from m3_core.errors import ConfigurationError, RefusalError, ResourceBusy, ResourceClosed
-from m3_core.faults import Fault
+from m3_core.faults import MAX_WAIT_SECONDS, Fault
 from m3_core.formulas import round_up
 from m3_core.layout import ERROR_WORDS_BYTES, EpochWords, PeerLayout, ScratchLayout
 from m3_core.ports import FlightRing, PeerMemory
@@ -63,7 +63,8 @@ class FfnShape:
     max_rows: int
 
     def __attrs_post_init__(self) -> None:
-        reasons = shape_reasons(
+        missing = [name for name, value in attrs.asdict(self).items() if value is None]
+        reasons = [f"{name} is None: a whole number is needed" for name in missing] or shape_reasons(
             hidden=self.hidden,
             rows=self.max_rows,
             world_size=self.world_size,
@@ -233,9 +234,11 @@ class FfnChannel:
         if offset < 0 or offset % PEER_ALIGNMENT or any(address % PEER_ALIGNMENT for address in peers.addresses):
             raise ConfigurationError(f"offset {offset} or a peer address is no multiple of {PEER_ALIGNMENT}; align them")
         if peers.nbytes < offset + need:
-            raise ConfigurationError(f"the peer buffer has {peers.nbytes} bytes; {need} are needed from byte {offset} on")
-        if not wait_seconds > 0:
-            raise ConfigurationError(f"wait_seconds is {wait_seconds}; every wait needs a bound above 0")
+            raise ConfigurationError(
+                f"the peer buffer has {peers.nbytes} bytes; {offset + need} are needed, {need} of them from byte {offset} on; build a larger one"
+            )
+        if not 0 < wait_seconds <= MAX_WAIT_SECONDS:
+            raise ConfigurationError(f"wait_seconds is {wait_seconds}; every wait needs a bound above 0, at most {MAX_WAIT_SECONDS:g}")
         if flight is not None and (flight.launches < 1 or flight.address % FLIGHT_ALIGNMENT):
             raise ConfigurationError(
                 f"the flight ring at {flight.address:#x} keeps {flight.launches} launches; "
@@ -249,7 +252,7 @@ class FfnChannel:
         self._flight = flight
         self._host = CpuHost(grid, block_threads, library)
         self.grid = grid
-        self._wait_ticks = int(wait_seconds * self._host.ticks_per_second)
+        self._wait_ticks = max(1, int(wait_seconds * self._host.ticks_per_second))
         self._addresses = torch.tensor([address + offset for address in peers.addresses], dtype=torch.int64)
         self._own = peers.addresses[peers.rank] + offset
         self._epoch_words = torch.zeros(EpochWords(grid).words, dtype=torch.int32)
@@ -275,11 +278,15 @@ class FfnChannel:
     def health(self) -> Fault:
         """The fault word of this rank."""
         self._require_open()
+        self._require_peers()
         return Fault.decode(self._host.read_fault(self._own))
 
     def abort(self) -> None:
         """Mark this rank failed on every rank that has no fault yet, so that peers' waits end; never raises."""
-        if not self._closed:
+        if self._closed:
+            return
+        with contextlib.suppress(ResourceClosed):
+            self._require_peers()
             self._host.abort([int(address) for address in self._addresses], self.rank)
 
     def synchronize(self) -> None:
@@ -312,6 +319,7 @@ class FfnChannel:
         Only between launches of all ranks: a reset agrees before and after.
         """
         with self.exclusively():
+            self._require_peers()
             ctypes.memset(self._own + ERROR_WORDS_BYTES, 0, self.shape.peer_layout.total_bytes - ERROR_WORDS_BYTES)
             for scratch in self._scratch.values():
                 scratch.zero_()
@@ -323,13 +331,13 @@ class FfnChannel:
         Raises:
             ConfigurationError: if the rank does not exist, or the delay is negative or more than 2^31 - 1 clock ticks.
         """
-        ticks = int(delay_seconds * self._host.ticks_per_second)
+        ticks = delay_seconds * self._host.ticks_per_second
         if rank is not None and not 0 <= rank < self.shape.world_size:
             raise ConfigurationError(f"rank is {rank}; pass 0 to {self.shape.world_size - 1}, or None")
         if not 0 <= ticks < 2**31:
             raise ConfigurationError(f"delay_seconds is {delay_seconds}; pass 0 to {(2**31 - 1) / self._host.ticks_per_second:.2f}")
         self._injection[0] = 0 if rank is None else rank + 1
-        self._injection[1] = ticks
+        self._injection[1] = int(ticks)
 
     def timeline_stamps(self, rows: int) -> Tensor:
         """int64 [grid, 12] clock ticks at the beginning of the stages and at the end, of the last launch of ``rows`` rows.
@@ -374,6 +382,7 @@ class FfnChannel:
 
     def run(self, entry: str, arguments: Arguments) -> None:
         """Run one launch; ``FfnLaunch`` fills the arguments. The caller holds the channel."""
+        self._require_peers()
         self._host.launch(entry, arguments)
 
     def fill(self, arguments: Arguments, rows: int) -> None:
@@ -394,6 +403,10 @@ class FfnChannel:
     def _require_open(self) -> None:
         if self._closed:
             raise ResourceClosed(f"rank {self.rank}: this channel is closed; build a new one")
+
+    def _require_peers(self) -> None:
+        # Peer memory that its owner has closed says so when it is asked; a launch that did not ask would end the process.
+        len(self.peers.addresses)
 
 
 def _aligned_zeros(nbytes: int, alignment: int = 256) -> Tensor:

@@ -42,7 +42,9 @@ M3_DEVICE_INLINE void advance_epoch(Context<Shape>& context) {
   const int next = static_cast<int>(context.tag.tag);
   platform::drain_stores();
   platform::block_barrier();
-  if (platform::thread_index() == 0 && context.may_announce(Site::EPOCH)) platform::announce_int(words + protocol::mark_word(platform::block_index()), next);
+  if (platform::thread_index() == 0 && context.may_announce(Site::EPOCH)) {
+    platform::announce_int(words + protocol::mark_word(platform::block_index()), next);
+  }
   if (platform::block_index() != 0) return;
   bool came = true;
   for (int block = platform::thread_index(); block < platform::grid_blocks(); block += platform::block_threads()) {

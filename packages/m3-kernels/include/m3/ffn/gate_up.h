@@ -80,7 +80,8 @@ M3_DEVICE_INLINE void store_intermediate(Context<Shape>& context, int slot, int 
 
 // One task. `row_of_column(c)` is the row of the slot's column c; `wait_for_input` runs while the first weights are on their way.
 template <class Format, class Shape, class RowOfColumn, class WaitForInput>
-M3_DEVICE_INLINE void gate_up_task(Context<Shape>& context, int expert, int slot, int tile, int count, RowOfColumn row_of_column, WaitForInput wait_for_input) {
+M3_DEVICE_INLINE void gate_up_task(Context<Shape>& context, int expert, int slot, int tile, int count, RowOfColumn row_of_column,
+                                   WaitForInput wait_for_input) {
   constexpr int kColumnTiles = (Shape::kMostRows + kTile - 1) / kTile;
   const Shape& shape = context.shape;
   const int hidden = shape.hidden(), intermediate = shape.intermediate();

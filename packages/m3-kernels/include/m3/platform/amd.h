@@ -155,7 +155,8 @@ M3_DEVICE_INLINE void multiply_bf16(Accumulator& sum, const FragmentBf16 (&a)[kS
   M3_UNROLL for (int step = 0; step < kSteps; ++step) {
 #if defined(__gfx950__)
     typedef __bf16 Eight __attribute__((ext_vector_type(8)));
-    total = __builtin_amdgcn_mfma_f32_16x16x32_bf16(__builtin_bit_cast(Eight, a[step].chunk[0]), __builtin_bit_cast(Eight, b[step].chunk[0]), total, 0, 0, 0);
+    const Eight left = __builtin_bit_cast(Eight, a[step].chunk[0]), right = __builtin_bit_cast(Eight, b[step].chunk[0]);
+    total = __builtin_amdgcn_mfma_f32_16x16x32_bf16(left, right, total, 0, 0, 0);
 #else
     // Half of the run at a time.
     typedef short Quad __attribute__((ext_vector_type(4)));

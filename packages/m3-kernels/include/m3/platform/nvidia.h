@@ -58,10 +58,18 @@ M3_DEVICE_INLINE Bits64 load_system(const Bits64* word) {
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
   return value;
 }
-M3_DEVICE_INLINE void store_device(Bits64* word, Bits64 value) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory"); }
-M3_DEVICE_INLINE void store_system(Bits64* word, Bits64 value) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory"); }
-M3_DEVICE_INLINE void announce_device(Bits64* word, Bits64 value) { asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory"); }
-M3_DEVICE_INLINE void announce_system(Bits64* word, Bits64 value) { asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory"); }
+M3_DEVICE_INLINE void store_device(Bits64* word, Bits64 value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+M3_DEVICE_INLINE void store_system(Bits64* word, Bits64 value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+M3_DEVICE_INLINE void announce_device(Bits64* word, Bits64 value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+M3_DEVICE_INLINE void announce_system(Bits64* word, Bits64 value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
 M3_DEVICE_INLINE void acquire_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 M3_DEVICE_INLINE void acquire_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 M3_DEVICE_INLINE int load_int(const int* word) {

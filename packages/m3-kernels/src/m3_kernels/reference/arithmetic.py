@@ -65,6 +65,14 @@ class Arithmetic:
         result = torch.where(values < -160.0, torch.zeros_like(result), result)
         return torch.where(torch.isnan(values), values, result)
 
+    def root(self, values: Tensor) -> Tensor:
+        """The square root, rounded as IEEE 754 says.
+
+        ``torch.sqrt`` of fp32 may be one unit off, where it calls a vector library. A root in float64, even one unit off, is never so near
+        to the middle between two fp32 values that rounding it gives another one.
+        """
+        return torch.sqrt(values.double()).to(self.dtype)
+
     def sigmoid(self, values: Tensor) -> Tensor:
         """1 / (1 + 2^(-x log2 e))."""
         log2_e = torch.tensor(LOG2_E, dtype=self.dtype)

@@ -25,7 +25,7 @@ def norm(stream: Tensor, squares: Tensor, post_norm: Tensor, eps: float, arithme
         [rows, hidden].
     """
     mean = row_sum(squares) / stream.shape[1]
-    rstd = 1.0 / torch.sqrt(mean + torch.tensor(eps, dtype=arithmetic.dtype))
+    rstd = 1.0 / arithmetic.root(mean + torch.tensor(eps, dtype=arithmetic.dtype))
     return arithmetic.bf16((stream * rstd[:, None]) * (1.0 + arithmetic.widen(post_norm)))
 
 

@@ -11,6 +11,8 @@
 #endif
 
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -264,8 +266,8 @@ M3_SWITCHES_STACK inline void Block::run(int index, int grid, void (*kernel)(con
     } else if (polling) {
       wait_for_others(idle_rounds++);
     } else if (live_ > 0) {
-      std::fprintf(stderr, "m3: block %d of %d cannot go on: %d threads live, %d at the block barrier (a barrier or a shuffle was skipped)\n", index_, grid_,
-                   live_, at_barrier_);
+      std::fprintf(stderr, "m3: block %d of %d cannot go on: %d threads live, %d at the block barrier (a barrier or a shuffle was skipped)\n",
+                   index_, grid_, live_, at_barrier_);
       std::abort();
     }
   }

@@ -5,9 +5,10 @@
 #pragma once
 #include <sys/mman.h>
 
+#include <cerrno>
 #include <cstddef>
-#include <cstdio>
 #include <cstdlib>
+#include <system_error>
 
 #if defined(__SANITIZE_THREAD__)
 #define M3_TSAN 1
@@ -132,12 +133,15 @@ class Fiber : public Context {
   static constexpr std::size_t kStackBytes = 192 << 10;
 #endif
 
+  // Throws std::system_error if the stack cannot be had.
   Fiber() {
-    // The lowest page stays unmapped in effect: an overflow faults instead of reaching the neighbour's stack.
     void* memory = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED || mprotect(memory, kGuardBytes, PROT_NONE) != 0) {
-      std::perror("m3: no memory for a fiber's stack");
-      std::abort();
+    if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "a fiber's stack");
+    // The lowest page cannot be touched: an overflow faults instead of reaching the neighbour's stack.
+    if (mprotect(memory, kGuardBytes, PROT_NONE) != 0) {
+      const int error = errno;
+      munmap(memory, kStackBytes);
+      throw std::system_error(error, std::generic_category(), "a fiber's guard page");
     }
     stack_ = memory;
     stack_bytes_ = kStackBytes;

@@ -11,18 +11,17 @@ namespace m3::platform::cpu {
 
 class Residents {
  public:
+  // Throws std::system_error or std::bad_alloc if stacks or threads cannot be had; nothing is left behind then.
   Residents(int grid, int block_threads, std::size_t shared_bytes) {
     for (int b = 0; b < grid; ++b) blocks_.push_back(std::make_unique<Block>(block_threads, shared_bytes));
-    for (int b = 1; b < grid; ++b) helpers_.emplace_back([this, b] { serve(b); });
-  }
-  ~Residents() {
-    {
-      const std::lock_guard<std::mutex> hold(mutex_);
-      closing_ = true;
+    try {
+      for (int b = 1; b < grid; ++b) helpers_.emplace_back([this, b] { serve(b); });
+    } catch (...) {
+      end_helpers();
+      throw;
     }
-    start_.notify_all();
-    for (std::thread& helper : helpers_) helper.join();
   }
+  ~Residents() { end_helpers(); }
   Residents(const Residents&) = delete;
   Residents& operator=(const Residents&) = delete;
 
@@ -42,6 +41,15 @@ class Residents {
   }
 
  private:
+  void end_helpers() {
+    {
+      const std::lock_guard<std::mutex> hold(mutex_);
+      closing_ = true;
+    }
+    start_.notify_all();
+    for (std::thread& helper : helpers_) helper.join();
+  }
+
   void serve(int block) {
     unsigned long seen = 0;
     std::unique_lock<std::mutex> hold(mutex_);
