@@ -43,7 +43,7 @@ def install_serving(session: nox.Session) -> None:
 
 @nox.session(python=PYTHON)
 def lint(session: nox.Session) -> None:
-    """Style and import layering."""
+    """Style, import layering, file sizes and words that must not be committed."""
     session.install("-r", "requirements/lint.txt", TORCH)
     install_packages(session, *PACKAGES)
     session.run("ruff", "check", *PYTHON_FILES)
@@ -131,17 +131,6 @@ def wheels(session: nox.Session) -> None:
         session.run("python", "-m", "pip", "uninstall", "-q", "-y", *PACKAGES, silent=True)
         session.install("--find-links", str(dist), name)
         session.run("pytest", f"packages/{name}/tests", "-m", "not gpu and not tsan and not serving", "-q", env=TEST_ENVIRONMENT)
-
-
-@nox.session(python=PYTHON)
-def tables(session: nox.Session) -> None:
-    """Every statement and branch of the protocol's state machines is tested."""
-    session.install("-r", "requirements/tests.txt")
-    install_packages(session, "m3-core")
-    modules = ",".join(f"*/m3_core/{name}.py" for name in ("agreement", "handshake", "lifecycle", "phase", "reset", "tables"))
-    tests = [f"packages/m3-core/tests/test_{name}.py" for name in ("tables", "agreement")]
-    session.run("coverage", "run", "--branch", f"--include={modules}", "-m", "pytest", "-q", *tests)
-    session.run("coverage", "report", "--show-missing", "--fail-under=100")
 
 
 @nox.session(python=PYTHON)

@@ -168,7 +168,7 @@ def test_launches_that_cannot_be_built(mode: Mode) -> None:
     caught: RefusalError | None = None
     with capture_logs() as logs:
         try:
-            assert steps._executor(layers, config, FfnConstants(), LocalAgreement(), 4, settings, "instance") is None
+            assert steps._executor(layers, config, FfnConstants(), LocalAgreement(), 4, settings) is None
         except RefusalError as error:
             caught = error
     reasons = caught.reasons if caught is not None else logs[0]["reasons"]

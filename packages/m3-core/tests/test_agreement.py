@@ -70,9 +70,3 @@ def test_agreement_needs_every_rank_in_order(ranks: list[int]) -> None:
 def test_phase_names(phase: str) -> None:
     with pytest.raises(ConfigurationError, match="a phase has a name"):
         encode_verdict(phase, None)
-
-
-def test_a_reason_that_is_no_unicode_still_travels() -> None:
-    """Python holds a file name that is no UTF-8 with lone surrogates; an error on encoding them would leave the peers alone."""
-    reason = "cannot open " + b"caf\xe9".decode(errors="surrogateescape")
-    assert decode_verdict(2, "open", encode_verdict("open", reason)) == Verdict(2, r"cannot open caf\udce9")

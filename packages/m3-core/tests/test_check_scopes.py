@@ -10,7 +10,7 @@ import pytest
 
 from m3_core.check.cli import check_scope
 from m3_core.check.explorer import Result, explore, names_no_rank
-from m3_core.check.mutants import MUTANTS, Mutant, WrongTags
+from m3_core.check.mutants import MUTANTS, Mutant
 from m3_core.check.properties import Property
 from m3_core.check.rules import ATTENTION_ONLY, BOTH_IN_ORDER, FFN_ONLY, ONE_BIT_TAGS, SHORT_TAGS, TWO_BIT_TAGS, Rules, Scope
 from m3_core.check.scopes import SCOPES
@@ -43,19 +43,19 @@ def test_a_world_has_more_than_a_million_states(results: dict[str, Future[Result
 _seen: dict[tuple[Rules, Scope], Result] = {}
 
 
-def explored(rules: Rules, scope: Scope) -> Result:
-    """The same as ``explore``; many wrong protocols share a world."""
-    if (rules, scope) not in _seen:
-        _seen[rules, scope] = explore(rules, scope)
-    return _seen[rules, scope]
+def _right(mutant: Mutant) -> Result:
+    key = (mutant.base, mutant.scope)
+    if key not in _seen:
+        _seen[key] = explore(*key)
+    return _seen[key]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_protocol_is_clean_where_the_mutant_is_caught(mutant: Mutant) -> None:
-    wrong = explored(mutant.rules, mutant.scope)
+    wrong = explore(mutant.rules, mutant.scope)
     assert wrong.broken is mutant.breaks
     assert wrong.trace[-1].text.startswith(f"VIOLATION {mutant.breaks.name}: ")
-    right = explored(mutant.base, mutant.scope)
+    right = _right(mutant)
     assert right.broken is None, right.detail
     assert right.complete
 
@@ -99,7 +99,7 @@ SYMMETRIC = [mutant for mutant in MUTANTS if names_no_rank(mutant.rules)]
 
 @pytest.mark.parametrize("mutant", SYMMETRIC, ids=lambda mutant: mutant.name)
 def test_renaming_ranks_hides_no_violation(mutant: Mutant) -> None:
-    reduced = explored(mutant.rules, mutant.scope)
+    reduced = explore(mutant.rules, mutant.scope)
     whole = explore(mutant.rules, mutant.scope, symmetry=False)
     assert whole.broken is reduced.broken
     assert len(whole.trace) == len(reduced.trace)
@@ -115,13 +115,6 @@ def test_one_half_would_do_if_launches_kept_their_order_inside() -> None:
     """Parity pays for not having to rely on the order of the two exchanges inside a launch."""
     assert explore(ONE_HALF, Scope(blocks=TWO, launches=2)).broken is None
     assert explore(ONE_HALF, Scope(blocks=(ATTENTION_ONLY, FFN_ONLY), launches=2)).broken is Property.OVERWRITE
-
-
-@pytest.mark.parametrize(("rows", "broken"), [((1,), None), ((2, 1, 1, 1), Property.STALE)])
-def test_wrapped_tags_meet_old_words_only_after_narrower_steps(rows: tuple[int, ...], broken: Property | None) -> None:
-    """Without limit and reset tags come round again; while every step is equally wide, no word is that old."""
-    wrapping = WrongTags(ONE_BIT_TAGS, limit_moves=100, resets=False)
-    assert explore(Rules(tags=wrapping), Scope(rows=rows, last_epoch=10)).broken is broken
 
 
 def test_the_first_agreement_of_a_reset_only_carries_reasons() -> None:

@@ -175,9 +175,3 @@ def test_packed_experts_need_scales(generator: torch.Generator) -> None:
     assert torch.equal(Experts.of(weights).w13, dequantize_shuffled(weights.w13, weights.s13))
     with pytest.raises(ConfigurationError, match="without scales"):
         Experts.of(attrs.evolve(weights, s2=None))
-
-
-def test_square_roots_are_the_nearest(generator: torch.Generator) -> None:
-    """As IEEE 754 and the CPU target round them; ``torch.sqrt`` of fp32 is one unit off for many values on some machines."""
-    values = torch.rand(4096, generator=generator) * 4 + 1e-6
-    assert torch.equal(ROUNDED.root(values), torch.tensor([math.sqrt(value) for value in values.tolist()]))

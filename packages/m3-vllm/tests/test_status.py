@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -118,12 +117,3 @@ def test_board_of_a_killed_worker_is_neither_shown_nor_kept(directory: Path) -> 
     assert read_boards("dead", directory) == ()
     assert len(reap(directory)) == 1
     assert list(directory.iterdir()) == []
-
-
-def test_a_count_that_does_not_fit_keeps_the_earlier_ones(directory: Path) -> None:
-    board = StatusBoard("abc", 1, directory)
-    board.publish(FULL)
-    with pytest.raises(struct.error):
-        board.publish(attrs.evolve(FULL, launches=2**63))
-    assert read_boards("abc", directory) == (FULL,)
-    board.close()

@@ -213,9 +213,7 @@ class Timeline:
     def _stall(self, wait: FlightRecord, gave_up: FlightRecord | None) -> Stall:
         peer = gave_up.peer if gave_up is not None and gave_up.peer is not None else wait.peer
         # What the peer did once it knew of the fault explains nothing.
-        known = [
-            record for record in self.records if record.rank == peer and (gave_up is None or record.nanoseconds <= gave_up.nanoseconds)
-        ]
+        known = [record for record in self.records if record.rank == peer and (gave_up is None or record.nanoseconds <= gave_up.nanoseconds)]
         last = known[-1] if known else None
         return Stall(wait, peer, gave_up, last, self.headers[peer].alive if peer in self.headers else None)
 

@@ -34,16 +34,14 @@ class Verdict:
 
 
 def _check_phase(phase: str) -> str:
-    if not phase or "\0" in phase or any("\ud800" <= character <= "\udfff" for character in phase):
-        raise ConfigurationError(f"phase is {phase!r}; a phase has a name without zero characters and lone surrogates")
+    if not phase or "\0" in phase:
+        raise ConfigurationError(f"phase is {phase!r}; a phase has a name without zero characters")
     return phase
 
 
 def encode_verdict(phase: str, reason: str | None) -> bytes:
     """The bytes that a rank sends: ``reason`` None means ready."""
-    # A reason may name a file whose name is no UTF-8. An error here would skip the collective that the peers are in.
-    text = (reason or "").encode(errors="backslashreplace")
-    return bytes((VERDICT_VERSION, reason is not None)) + _check_phase(phase).encode() + b"\0" + text
+    return bytes((VERDICT_VERSION, reason is not None)) + _check_phase(phase).encode() + b"\0" + (reason or "").encode()
 
 
 def decode_verdict(rank: int, phase: str, payload: bytes) -> Verdict:

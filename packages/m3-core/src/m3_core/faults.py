@@ -20,9 +20,6 @@ import attrs
 from m3_core.errors import ConfigurationError
 from m3_core.formulas import formula
 
-MAX_WAIT_SECONDS = 86_400.0
-"""The longest bound of a wait inside a launch: a day, far from where a clock's ticks overflow 64 bits."""
-
 SITE_BITS = 8
 PEER_BITS = 8
 LAYER_BITS = 15

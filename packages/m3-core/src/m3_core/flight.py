@@ -21,7 +21,7 @@ What ``detail`` holds:
 
 ========== ====================================================================================================================
 DONE       1 if the wait was left because of a fault; of HANDSHAKE, also 2 if a peer's failed flag came
-GAVE_UP    the bound of the rank's waits in microseconds, at most 2^31 - 1
+GAVE_UP    the bound of the rank's waits in microseconds
 END        1 if the launch failed: the epoch stays
 FLAG       1 if the rank published that it failed
 STEP_BEGIN the step's number, modulo 2^32; STEP_END likewise

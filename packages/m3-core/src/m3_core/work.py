@@ -1,8 +1,9 @@
 """How a launch is cut into tasks, shared by the kernels and the scratch layout.
 
 The published shape (hidden 6144, 128 experts, top 4, intermediate 768 a rank) gives the published counts: 128 push and reduce tasks of 48
-columns, 16 router parts, 48 gate/up tiles, 384 down tasks, 192 final tasks. Any even hidden size works: the last task of a stage may be
-narrower than the others.
+columns, 16 router parts, 384 down tasks, 192 final tasks. A gate/up tile is half the published one, 8 gate and 8 up rows, so that the few
+experts of a single row still make tasks for every block: 96 tiles. Any even hidden size works: the last task of a stage may be narrower
+than the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PUSH_TRIPLES = PUSH_COLUMNS // COLUMNS_A_TRIPLE
 ROUTER_PARTS = 16
 ROUTER_PART_MULTIPLE = 16
 EXPERT_TILE = 16
-GATE_UP_ROWS = 16
+GATE_UP_ROWS = 8
 DOWN_ROWS = 16
 DOWN_PAIRS = DOWN_ROWS // COLUMNS_A_PAIR
 FINAL_COLUMNS = 32
@@ -89,7 +90,7 @@ def router_tasks(hidden: int, experts: int) -> int:
 
 @formula
 def gate_up_tiles(intermediate: int) -> int:
-    """Tiles of 16 gate rows and the same 16 up rows; the last perhaps fewer."""
+    """Tiles of 8 gate rows and the same 8 up rows; the last perhaps fewer."""
     return ceil_div(intermediate, GATE_UP_ROWS)
 
 
@@ -151,15 +152,7 @@ def shape_reasons(
     top_k: int | None = None,
 ) -> list[str]:
     """Why these sizes cannot run; empty if they can. ``None`` leaves a size out."""
-    sizes = {"hidden": hidden, "rows": rows, "world size": world_size, "intermediate": intermediate, "experts": experts, "top_k": top_k}
-    # A configuration file's sizes may be of any type.
-    reasons = [
-        f"{name} is {value!r}: a whole number is needed"
-        for name, value in sizes.items()
-        if type(value) is not int and (value is not None or name == "hidden")
-    ]
-    if reasons:
-        return reasons
+    reasons: list[str] = []
     if not 2 <= hidden <= MAX_HIDDEN or hidden % 2:
         reasons.append(f"hidden is {hidden}: an even number from 2 to {MAX_HIDDEN} is needed (two columns share a word)")
     if rows is not None and not 1 <= rows <= MAX_ROWS:

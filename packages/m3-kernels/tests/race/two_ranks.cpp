@@ -21,7 +21,20 @@ struct Layer {
 constexpr m3::Sizes kSizes{3, 192, 64, 6, 2, M3_TEST_RANKS, 4};
 constexpr int kGrid = M3_TEST_GRID;
 constexpr int kLaunches = 6;
-constexpr int kFlightLaunches = 4;
+
+m3::ffn::Regions regions() {
+  namespace protocol = m3::protocol;
+  const int rows = kSizes.rows, hidden = kSizes.hidden, intermediate = kSizes.intermediate, experts = kSizes.experts, top_k = kSizes.top_k;
+  const auto bytes = [](protocol::Bytes offset) { return static_cast<int>(offset); };
+  return {bytes(protocol::x_ready_offset(rows, hidden)),
+          bytes(protocol::logit_offset(rows, hidden)),
+          bytes(protocol::route_offset(rows, hidden, experts)),
+          bytes(protocol::intermediate_ready_offset(rows, hidden, experts, top_k)),
+          bytes(protocol::stream_offset(rows, hidden, intermediate, experts, top_k)),
+          bytes(protocol::x_offset(rows, hidden, intermediate, experts, top_k)),
+          bytes(protocol::mid_offset(rows, hidden, intermediate, experts, top_k)),
+          bytes(protocol::timeline_offset(rows, hidden, intermediate, experts, top_k))};
+}
 
 Bits16 bf16(float value) { return static_cast<Bits16>(m3::float_to_bf16(value)); }
 
@@ -60,7 +73,7 @@ Layer make_layer(bool packed, unsigned seed) {
 }
 
 struct Rank {
-  std::vector<Bits64> buffer, scratch, flight;
+  std::vector<Bits64> buffer, scratch;
   std::vector<int> epoch_words;
   std::vector<long long> peers;
   Layer layer;
@@ -75,7 +88,6 @@ int run(bool packed) {
     rank.buffer.resize(static_cast<std::size_t>(m3::protocol::peer_buffer_bytes(kSizes.world, kSizes.max_rows, kSizes.hidden) / 8));
     rank.scratch.resize(static_cast<std::size_t>(
         m3::protocol::scratch_bytes(kSizes.rows, kSizes.hidden, kSizes.intermediate, kSizes.experts, kSizes.top_k, 0) / 8 + 1));
-    rank.flight.resize(static_cast<std::size_t>(m3::protocol::flight_bytes(kFlightLaunches, 0) / 8));
     rank.epoch_words.resize(static_cast<std::size_t>(m3::protocol::epoch_words(kGrid)));
     addresses.push_back(reinterpret_cast<long long>(rank.buffer.data()));
   }
@@ -101,17 +113,16 @@ int run(bool packed) {
       arguments.s2 = reinterpret_cast<const unsigned char*>(layer.s2.data());
       arguments.scratch = reinterpret_cast<unsigned char*>(rank.scratch.data());
       arguments.epoch_words = rank.epoch_words.data();
-      arguments.peers = rank.peers.data();
+      for (int peer = 0; peer < kSizes.world; ++peer) arguments.peers[peer] = rank.peers[static_cast<std::size_t>(peer)];
       arguments.injection = injection.data();
       arguments.out = layer.out.data();
       arguments.residual_out = layer.residual_out.data();
       arguments.wait_ticks = 60 * m3::platform::kTicksPerSecond;
       arguments.sizes = kSizes;
+      arguments.regions = regions();
       arguments.constants = {1e-6f, 1.702f, 1.0f, 7.0f, 2.0f};
       arguments.rank = r;
       arguments.layer = 3;
-      arguments.flight = reinterpret_cast<unsigned char*>(rank.flight.data());
-      arguments.flight_launches = kFlightLaunches;
       arguments.mode = static_cast<int>(m3::ffn::Mode::run);
       for (int launch = 0; launch < kLaunches; ++launch) {
         arguments.handshake = launch % 2;

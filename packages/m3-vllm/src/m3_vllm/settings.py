@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -15,7 +16,6 @@ from typing import TypeVar
 from attrs import Factory, field, fields_dict, frozen
 
 from m3_core.errors import RefusalError
-from m3_core.faults import MAX_WAIT_SECONDS
 
 SECTION = "m3"
 
@@ -58,8 +58,8 @@ def _one_of(kind: type[E]) -> Callable[[object], E]:
 
 
 def _seconds(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_WAIT_SECONDS:
-        raise ValueError(f"must be a number of seconds above 0, at most {MAX_WAIT_SECONDS:g}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ValueError("must be a number of seconds above 0")
     return float(value)
 
 
@@ -88,7 +88,7 @@ def _directory(value: object) -> Path | None:
         return default_flight_directory()
     if value is False:
         return None
-    if not isinstance(value, str) or not os.path.isabs(value) or "\0" in value:
+    if not isinstance(value, str) or not os.path.isabs(value):
         raise ValueError("must be an absolute path, or false to record nothing")
     return Path(value)
 

@@ -120,10 +120,9 @@ class StatusBoard:
         """Replace what readers see; a few dozen bytes, no system call. Does nothing after ``close``."""
         if self._closed:
             return
-        fields = _WORDS.pack(*attrs.astuple(status))  # What does not fit raises before readers are kept out.
         self._sequence += 2
         _WORD.pack_into(self._memory, _SEQUENCE_OFFSET, self._sequence - 1)
-        self._memory[_FIELDS_OFFSET : _FIELDS_OFFSET + _WORDS.size] = fields
+        _WORDS.pack_into(self._memory, _FIELDS_OFFSET, *attrs.astuple(status))
         _WORD.pack_into(self._memory, _SEQUENCE_OFFSET, self._sequence)
 
     def close(self) -> None:

@@ -24,12 +24,6 @@ SPECIAL_TOKENS = 3
 SMALLEST_VOCABULARY = SPECIAL_TOKENS + 256
 """Every byte needs a token of its own."""
 
-LARGEST_SEED = 2**63 - 1
-LARGEST_SIZE = 2**31 - 1
-"""Sizes and token positions are int32 in vLLM's kernels."""
-MOST_PARAMETERS = 4_000_000_000
-"""A checkpoint is made in memory, its largest matrices in fp32: what a workstation holds. More is not tiny."""
-
 SUCCESSOR_GAIN = 1.0
 CONTEXT_GAIN = 2.0
 """The head prefers each token's successor on one cycle over the vocabulary with the first gain, and reads the rest of the hidden
@@ -82,10 +76,6 @@ class TinyModel:
         for name, value in asdict(self).items():
             if value < lowest.get(name, 1):
                 yield f"{name}={value} is below {lowest.get(name, 1)}"
-            elif value > (LARGEST_SEED if name == "seed" else LARGEST_SIZE):
-                yield f"{name}={value} is above {LARGEST_SEED if name == 'seed' else LARGEST_SIZE}"
-        if min(self.layers - DENSE_LAYERS, self.hidden, self.experts, self.vocabulary) > 0 and self.parameters > MOST_PARAMETERS:
-            yield f"they give {self.parameters / 1e9:.1f} billion parameters; at most {MOST_PARAMETERS / 1e9:g} billion are tiny: lower them"
         ranks = max(self.tensor_parallel, 1)
         if self.hidden % 64:
             yield f"hidden={self.hidden} is no multiple of 64 (MXFP4 shuffles rows in chunks of 32 bytes)"
@@ -103,17 +93,6 @@ class TinyModel:
             yield f"top_k={self.top_k} is above experts={self.experts}"
         if self.vocabulary % (64 * ranks):
             yield f"vocabulary={self.vocabulary} is no multiple of {64 * ranks} (the embedding pads to 64 a rank)"
-
-    @property
-    def parameters(self) -> int:
-        """Elements of all tensors together."""
-        heads = 2 * (self.heads + self.kv_heads)  # q and o; k and v
-        attention = heads * HEAD_DIM * self.hidden + 2 * HEAD_DIM + 2 * self.hidden
-        dense = 3 * self.dense_intermediate * self.hidden
-        index = (self.kv_heads + 1) * HEAD_DIM * self.hidden + 2 * HEAD_DIM
-        sparse = index + self.experts * (self.hidden + 1) + 3 * (self.experts + 1) * self.intermediate * self.hidden
-        sparse_layers = self.layers - DENSE_LAYERS
-        return self.layers * attention + DENSE_LAYERS * dense + sparse_layers * sparse + (2 * self.vocabulary + 1) * self.hidden
 
     def config(self) -> dict[str, Any]:
         """The content of ``config.json``: the vision-language wrapper with the text model nested, as published."""

@@ -78,7 +78,7 @@ class Handle:
         base = data[_HANDLE.size :]
         if len(base) != base_bytes:
             raise ConfigurationError(f"memory handle cut short: {len(base)} of {base_bytes} bytes of its base came")
-        named = name.rstrip(b"\0").decode(errors="backslashreplace")
+        named = name.rstrip(b"\0").decode()
         if named != transport:
             raise ConfigurationError(
                 f"memory handle of transport {named!r} opened by transport {transport!r}: use the same transport on every rank"

@@ -23,15 +23,12 @@ from m3_comm.processes import ProcessIdentity
 from m3_comm.reaper import reap
 from m3_comm.transports.base import Allocation, Handle, Mapping, round_up
 from m3_comm.transports.segments import DEFAULT_DIRECTORY, SegmentName, sweep
-from m3_core.errors import ConfigurationError, ResourceClosed, ResourceError
+from m3_core.errors import ResourceError
 
 log = structlog.get_logger(__name__)
 
 SWEEP_SECONDS = 1.0
 """How long ``sweep`` waits for dying owners: well within the 2 s in which survivors end."""
-
-MAX_SEGMENT_BYTES = 2**63 - 4096
-"""The most whole pages that a file offset counts."""
 
 _PROT_READ_WRITE = 0x3
 _MAP_SHARED = 0x01
@@ -109,15 +106,8 @@ class ShmTransport:
         return allocation
 
     def export(self, allocation: Allocation) -> bytes:
-        """Give the segment its name and return its handle; a second call returns the same handle.
-
-        Raises:
-            ResourceClosed: the allocation has been unlinked or freed, or is another transport's.
-            ResourceError: the directory takes no name.
-        """
-        segment = self._owned.get(allocation)
-        if segment is None or segment.descriptor < 0:
-            raise ResourceClosed(f"memory at {allocation.address:#x} was unlinked or freed before export(): allocate anew")
+        """Give the segment its name and return its handle; a second call returns the same handle."""
+        segment = self._owned[allocation]
         if segment.name is None:
             fcntl.flock(segment.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             name = str(SegmentName(ProcessIdentity.current(), segment.label, next(self._counter)))
@@ -140,7 +130,7 @@ class ShmTransport:
             ConfigurationError: the handle is of another transport, or damaged.
         """
         decoded = Handle.decode(handle, self.name)
-        inode, _, name = decoded.base.decode(errors="backslashreplace").partition(":")
+        inode, _, name = decoded.base.decode().partition(":")
         if SegmentName.parse(name) is None:
             raise ResourceError(f"segment name {name!r} is none that m3 gives")
         path = self._directory / name
@@ -220,8 +210,6 @@ class ShmTransport:
             ) from error
 
     def _reserve(self, descriptor: int, size: int) -> None:
-        if size > MAX_SEGMENT_BYTES:
-            raise ConfigurationError(f"shared memory of {size} bytes: a file has at most {MAX_SEGMENT_BYTES}; ask for less")
         try:
             os.posix_fallocate(descriptor, 0, size)
         except OSError as error:

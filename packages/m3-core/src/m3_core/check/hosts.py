@@ -178,9 +178,6 @@ class Hosts(Launches):
         fields, scope, rules = self.fields, self.scope, self.rules
         life = state[fields.life[rank]]
         if life == READY:
-            if rules.host_reads_the_word and self._is_set(state, rank):
-                # A host may look before it begins; one that does not learns at the end of the step.
-                steps.append(self._life_step(state, rank, LifeEvent.FAULT_SEEN))
             if self._reset_due(state, rank):
                 steps.append(self._life_step(state, rank, LifeEvent.RESET_DUE))
             elif not self._at_the_end(state, rank):

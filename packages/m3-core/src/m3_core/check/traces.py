@@ -161,7 +161,7 @@ class Record:
                 raise ValueError(f"time is {values['time']!r}, not a number")
             stage, event = Stage(values.pop("stage", None)), Event(values.pop("event", None))
             return cls(stage=stage, event=event, **values)
-        except (ValueError, RecursionError, ConfigurationError) as error:
+        except (ValueError, ConfigurationError) as error:
             raise ConfigurationError(f"line {number} of the recording is no event: {error}") from error
 
 

@@ -12,13 +12,11 @@ from pathlib import Path
 
 from attrs import asdict, fields
 
-from m3_core.errors import ConfigurationError, RefusalError, ResourceError
+from m3_core.errors import ConfigurationError, RefusalError
 from m3_vllm.tiny_checkpoint import TinyModel
 
 MARKER = "m3-tiny.json"
 """Names the arguments; a folder that holds it was written here and may be replaced."""
-FILES = frozenset({MARKER, "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"})
-STAGING = ".m3-tiny-"
 NEEDED = ("torch", "safetensors", "tokenizers")
 HELP = {
     "layers": "decoder layers; the first 3 are dense",
@@ -75,27 +73,14 @@ def write(directory: Path, model: TinyModel) -> int:
 
     Raises:
         ConfigurationError: ``directory`` holds something else, or a package that writing needs is missing.
-        ResourceError: the file system does not take it; what was there is still there.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise RefusalError([f"package {name} is not installed (python -m pip install {name})" for name in missing], "to write a checkpoint")
-    from safetensors import SafetensorError
-
-    try:
-        # A link stays: what it names is replaced.
-        return _write_whole(Path(os.path.realpath(directory)), model)
-    except (OSError, SafetensorError) as error:
-        raise ResourceError(
-            f"{directory} cannot be written: {getattr(error, 'strerror', None) or error}; "
-            f"name a folder that this user may write, with {2 * model.parameters / 1e6:.0f} MB free"
-        ) from error
-
-
-def _write_whole(directory: Path, model: TinyModel) -> int:
+    directory = directory.absolute()
     replaces = _may_replace(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=directory.parent))
+    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         parameters = _write_files(staging, model)
         # mkdtemp and safetensors write for the owner alone; the checkpoint gets the rights of ordinary files.
@@ -104,17 +89,9 @@ def _write_whole(directory: Path, model: TinyModel) -> int:
         for file in staging.iterdir():
             file.chmod(0o666 & rights)
         if replaces:
-            retired = Path(tempfile.mkdtemp(prefix=STAGING, dir=directory.parent))
-            try:
-                os.rename(directory, retired)
-                os.rename(staging, directory)
-            except BaseException:
-                # Whichever of the two is there: an empty folder gives way to the old checkpoint, or is removed.
-                if directory.exists():
-                    retired.rmdir()
-                else:
-                    os.rename(retired, directory)
-                raise
+            retired = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+            os.rename(directory, retired)
+            os.rename(staging, directory)
             shutil.rmtree(retired)
         else:
             os.rename(staging, directory)
@@ -142,9 +119,6 @@ def _may_replace(directory: Path) -> bool:
     if MARKER not in content:
         shown = ", ".join(content[:3]) + (", ..." if len(content) > 3 else "")
         raise ConfigurationError(f"{directory} holds {shown} and no {MARKER}: not a tiny checkpoint; name another folder, or empty it")
-    foreign = [name for name in content if name not in FILES]
-    if foreign:
-        raise ConfigurationError(f"{directory} holds {', '.join(foreign[:3])} beside a tiny checkpoint, which would be lost; move it away")
     return True
 
 
