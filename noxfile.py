@@ -89,7 +89,7 @@ def simulate(session: nox.Session) -> None:
 def tsan(session: nox.Session) -> None:
     """The CPU target under ThreadSanitizer: real ranks as threads, with a build that must be caught."""
     session.install("-r", "requirements/tests.txt", TORCH)
-    install_packages(session, "m3-core", "m3-kernels")
+    install_packages(session, "m3-core", "m3-comm", "m3-kernels")
     session.run("pytest", "-m", "tsan", *(session.posargs or ["packages/m3-kernels/tests", "tests/kernels"]), env=TEST_ENVIRONMENT)
 
 
