@@ -74,7 +74,8 @@ def test_simulations(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     out = capsys.readouterr().out
     assert [line.split(":")[0] for line in out.splitlines()[:3]] == ["seed 100", "seed 101", "seed 102"]
     assert out.endswith("3 of 3 runs keep every property\n")
-    assert main(["--seconds", "0"]) == 0
+    assert main(["--seconds", "0.000001"]) == 0
+    assert capsys.readouterr().out.endswith("8 of 8 runs keep every property\n")
     monkeypatch.setattr("m3_core.epochs.TagArithmetic.parity", lambda self, epoch: 0)
     assert main(["--simulate", "3", "--seed", "100"]) == 1
     assert "WrongValueError" in capsys.readouterr().out
@@ -95,6 +96,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
         (["--jobs", "0"], "--jobs is 0"),
         (["--simulate", "0"], "--simulate is 0; pass at least 1"),
         (["--seconds", "nan"], "--seconds is nan; pass a number above 0"),
+        (["--seconds", "0"], "--seconds is 0.0; pass a number above 0"),
     ],
 )
 def test_bad_arguments(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,7 +129,8 @@ def _run_simulations(first: int, count: int | None, seconds: float | None, jobs:
     end = None if seconds is None else time.monotonic() + seconds
     failed = done = 0
     batch = max(jobs, 8)
-    while (count is None or done < count) and (end is None or time.monotonic() < end):
+    # At least one batch, so that a short time never passes without a run.
+    while done == 0 or ((count is None or done < count) and (end is None or time.monotonic() < end)):
         size = batch if count is None else min(batch, count - done)
         seeds = range(first + done, first + done + size)
         for seed, outcome in zip(seeds, _each(_simulate, [simulated(seed) for seed in seeds], jobs), strict=True):
