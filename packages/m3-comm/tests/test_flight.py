@@ -264,6 +264,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         ([("a", ring), ("b", _ring(1, 4)[0].raw)], "with 4 ranks, a of boot 01234567 with 2"),
         ([("a", b"text")], "a: no flight record"),
         ([("a", ring[:-1])], "does not fit its header"),
+        ([("a", ring.replace(b"01234567", b"0123\xff567", 1))], "boot id is .* which is no text"),
         ([("a", MAGIC + b"\x09" + ring[len(MAGIC) + 1 :])], "version 9"),
     ]:
         with pytest.raises(ConfigurationError, match=message):

@@ -237,3 +237,9 @@ def test_the_vocabulary_is_json() -> None:
         "peer": 2,
         "time": 5,
     }
+
+
+def test_a_recording_that_cannot_be_written_names_the_file(tmp_path: Path) -> None:
+    for path, reason in ((tmp_path / "none" / "run.jsonl", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(ConfigurationError, match=f"cannot be written: {reason}"):
+            write(path, ())

@@ -143,6 +143,8 @@ def test_a_checked_budget_never_reaches_the_limit_inside_a_step(layers: int, unc
         (57, -1, "uncounted is -1"),
         (57, EPOCH_LIMIT, f"uncounted is {EPOCH_LIMIT}"),
         (57, 0, "set aside at least 56"),
+        (1.5, 0, "layers is 1.5; a whole number"),
+        (57, True, "uncounted is True; a whole number"),
     ],
 )
 def test_budgets_that_cannot_be_safe(layers: int, uncounted: int, named: str) -> None:

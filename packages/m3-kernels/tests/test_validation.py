@@ -122,6 +122,8 @@ def bad_calls() -> list[tuple[str, dict[str, object], str]]:
         ("residual rows", {"residual": ok[:1]}, r"residual is torch.bfloat16 \[1, 128\]"),
         ("part strides", {"part": torch.zeros(128, 2, dtype=torch.bfloat16).T}, "part is .* strides"),
         ("residual device", {"residual": ok.to("meta")}, "residual is .* on meta"),
+        ("negated part", {"part": torch._neg_view(ok)}, r"part is a negated view.*part\.resolve_neg\(\)"),
+        ("negated residual", {"residual": torch._neg_view(ok)}, r"residual is a negated view"),
         ("slots type", {"slots": slots.int()}, "slots is torch.int32"),
         ("few slots", {"slots": slots[:1]}, r"slots is torch.int64 \[1\].*at least 2"),
         ("slot dimensions", {"slots": slots[None]}, r"slots is torch.int64 \[1, 2\]"),
@@ -352,3 +354,24 @@ def test_operator_is_opaque(weights: FfnWeights, inputs: LayerInputs, ranks: Thr
     assert channel.epoch() == before, "tracing runs no launch"
     graph(inputs.parts[0], inputs.residual, inputs.slots, channel.epoch_words)
     assert channel.epoch() == before + 2
+
+
+def test_weights_that_are_negated_views_are_refused(ranks: ThreadRanks, weights: FfnWeights) -> None:
+    negated = attrs.evolve(weights, post_norm=torch._neg_view(weights.post_norm))
+    with pytest.raises(RefusalError, match="post_norm is a negated view"):
+        ranks.launches([negated])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("rms_norm_eps", math.nan, "rms_norm_eps is nan: a finite number"),
+        ("rms_norm_eps", -1e-6, "rms_norm_eps is -1e-06: 0 or more"),
+        ("swiglu_limit", -7.0, "swiglu_limit is -7.0: 0 or more"),
+        ("swiglu_alpha", "1.7", "swiglu_alpha is '1.7': a finite number"),
+        ("routed_scaling_factor", True, "routed_scaling_factor is True"),
+    ],
+)
+def test_constants_that_are_no_numbers(name: str, value: object, message: str) -> None:
+    with pytest.raises(RefusalError, match=message):
+        FfnConstants(**{name: value})  # type: ignore[arg-type]

@@ -197,6 +197,10 @@ class FlightHeader:
             raise ConfigurationError(
                 f"{source}: flight record of {len(data)} bytes does not fit its header ({launches} launches, {host_records} host records): the file is damaged"
             )
+        try:
+            boot_text = boot.decode("ascii")
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"{source}: the flight record's boot id is {boot!r}, which is no text: the file is damaged") from error
         return cls(
             rank,
             world_size,
@@ -206,7 +210,7 @@ class FlightHeader:
             wall,
             process,
             start,
-            boot.decode(),
+            boot_text,
             by,
             bool(alive),
         )

@@ -183,6 +183,9 @@ class EpochBudget:
 
     def __attrs_post_init__(self) -> None:
         limit = self.arithmetic.limit
+        for name, value in (("layers", self.layers), ("uncounted", self.uncounted)):
+            if type(value) is not int:
+                raise ConfigurationError(f"{name} is {value!r}; a whole number of launches is needed")
         if not 1 <= self.layers < limit:
             raise ConfigurationError(f"layers is {self.layers}; a step has 1 to {limit - 1} launches (epoch limit {limit})")
         if not 0 <= self.uncounted < limit:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -98,13 +99,27 @@ class FfnShape:
 
 @attrs.frozen
 class FfnConstants:
-    """Constants of the arithmetic; the defaults are MiniMax-M3's (its config omits ``swiglu_beta``, which is 1)."""
+    """Constants of the arithmetic; the defaults are MiniMax-M3's (its config omits ``swiglu_beta``, which is 1).
+
+    Raises:
+        RefusalError: with every constant that is no finite number, or negative where the arithmetic needs 0 or more.
+    """
 
     rms_norm_eps: float = 1e-6
     swiglu_alpha: float = 1.702
     swiglu_beta: float = 1.0
     swiglu_limit: float = 7.0
     routed_scaling_factor: float = 2.0
+
+    def __attrs_post_init__(self) -> None:
+        reasons = []
+        for name, value in attrs.asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                reasons.append(f"{name} is {value!r}: a finite number is needed")
+            elif value < 0 and name in ("rms_norm_eps", "swiglu_limit"):
+                reasons.append(f"{name} is {value!r}: 0 or more is needed")
+        if reasons:
+            raise RefusalError(reasons, "these constants")
 
 
 @attrs.frozen(eq=False)
@@ -173,6 +188,8 @@ def _tensor_reasons(name: str, tensor: Tensor, dtype: torch.dtype, size: tuple[i
         found.append(f"{name} is not contiguous (strides {tensor.stride()}): pass a contiguous tensor")
     if tensor.data_ptr() % WEIGHT_ALIGNMENT:
         found.append(f"{name} starts at an address that is no multiple of {WEIGHT_ALIGNMENT}: pass a tensor at the start of its storage")
+    if tensor.is_neg():
+        found.append(f"{name} is a negated view, whose memory holds the values' opposites: pass {name}.resolve_neg()")
     return found
 
 
@@ -524,6 +541,8 @@ class FfnLaunch:
                     f"{name} is {tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}; "
                     f"a contiguous bfloat16 tensor [{rows}, {hidden}] on the CPU is needed"
                 )
+            if tensor.is_neg():
+                raise ConfigurationError(f"{name} is a negated view, whose memory holds the values' opposites: pass {name}.resolve_neg()")
         if (
             slots.dtype != torch.int64
             or slots.dim() != 1

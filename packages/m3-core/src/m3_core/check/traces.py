@@ -172,9 +172,16 @@ def read(path: Path) -> list[Record]:
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """Write a file that ``read`` reads."""
-    with path.open("w", encoding="utf-8") as lines:
-        lines.writelines(record.to_json() + "\n" for record in records)
+    """Write a file that ``read`` reads.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    try:
+        with path.open("w", encoding="utf-8") as lines:
+            lines.writelines(record.to_json() + "\n" for record in records)
+    except OSError as error:
+        raise ConfigurationError(f"recording {path} cannot be written: {error.strerror}; name a file in a folder that exists") from error
 
 
 # A launch of a channel: how many resets came before, and its epoch.
