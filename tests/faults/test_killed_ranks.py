@@ -103,12 +103,19 @@ def _killed_in_a_launch(channel: TorchAgreement, victim: int) -> tuple[float, An
     if channel.rank == victim:
         epoch = launch.channel.epoch()
         layout = launch.channel.shape.peer_layout
-        pushed = buffer.addresses[0] + layout.attention_pair(parity(epoch), victim, 0, 0)
+        pushed = [
+            address + layout.attention_pair(parity(epoch), victim, row, triple)
+            for address in buffer.addresses
+            for row in range(layout.max_rows)
+            for triple in range(layout.triples)
+        ]
 
         def kill() -> None:
-            # Its word in a peer's buffer says that the launch runs; it cannot end, because no peer launches before the kill.
-            while triple_word_tag(ctypes.c_uint64.from_address(pushed).value) != triple_tag(epoch):
-                pass
+            # All its words in every buffer: a peer that missed one would give up there. The launch cannot end before the kill, because no
+            # peer launches until then.
+            for word in pushed:
+                while triple_word_tag(ctypes.c_uint64.from_address(word).value) != triple_tag(epoch):
+                    pass
             os.kill(os.getpid(), signal.SIGKILL)
 
         threading.Thread(target=kill).start()

@@ -26,7 +26,8 @@ def test_a_rank_that_hangs_is_named_with_what_it_was_doing(ranks: RankRunner) ->
     assert error is not None
     assert error.startswith(f"rank 1 did not end within {BOUND:g} s and was killed; it was at:")
     assert "in _hang_here" in error
-    assert outcomes[1].exit_code == -signal.SIGKILL
+    # The signal that asks for the stack ends it, unless that takes too long.
+    assert outcomes[1].exit_code in (-signal.SIGUSR1, -signal.SIGKILL)
 
 
 def _stop_here(channel: TorchAgreement) -> None:

@@ -5,10 +5,13 @@
 #include "m3/platform/entry.h"
 
 #ifdef M3_ROWS
-using Shape = m3::StaticShape<M3_ROWS, M3_HIDDEN, M3_INTERMEDIATE, M3_EXPERTS, M3_TOP_K, M3_WORLD, M3_MAX_ROWS>;
+using Shape = m3::StaticShape<M3_ROWS, M3_HIDDEN, M3_INTERMEDIATE, M3_EXPERTS, M3_TOP_K, M3_WORLD>;
 #else
 using Shape = m3::DynamicShape;
 #endif
 
 M3_KERNEL(m3_ffn_bf16, m3::formats::Bf16, Shape)
 M3_KERNEL(m3_ffn_mxfp4, m3::formats::Mxfp4, Shape)
+#ifdef M3_PLAIN_SCALES
+M3_KERNEL(m3_ffn_mxfp4_any_scale, m3::formats::Mxfp4AnyScale, Shape)
+#endif

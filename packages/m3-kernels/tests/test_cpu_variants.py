@@ -11,6 +11,7 @@ from m3_kernels.testing import ThreadRanks, random_inputs, random_weights
 
 BUILDS = {
     "waves of 32 with NVIDIA's lane map": CpuBuild("g++", defines=("M3_WAVE_WIDTH=32",)),
+    "whole rows a block, as on NVIDIA": CpuBuild("g++", defines=("M3_WAVE_WIDTH=32", "M3_WHOLE_ROWS")),
     "portable fibers": CpuBuild("g++", defines=("M3_PORTABLE_FIBERS",)),
     "no optimisation, no wide vectors": CpuBuild("g++", flags=tuple("-O0" if flag == "-O3" else flag for flag in FLAGS)),
 }

@@ -126,12 +126,13 @@ class _Rank:
         """Ask for the stacks of all threads, then kill."""
         assert self.process.pid is not None
         os.kill(self.process.pid, _STACK_SIGNAL)
-        wait([self.stack], _STACK_SECONDS)
+        deadline = time.monotonic() + _STACK_SECONDS
+        text = b""
+        # The pipe ends with the process, which ends when it has written: a stack comes in many pieces on a loaded machine.
+        while wait([self.stack], max(deadline - time.monotonic(), 0.0)) and (part := os.read(self.stack, 65536)):
+            text += part
         self.process.kill()
         self.process.join()
-        text = b""
-        while part := os.read(self.stack, 65536):
-            text += part
         return text.decode(errors="replace") or "nothing: it does not handle signals (stopped, or in the kernel)"
 
     def end(self) -> None:
@@ -152,7 +153,8 @@ def _rank_main(
     pipe: Connection,
     stack: int,
 ) -> None:
-    faulthandler.register(_STACK_SIGNAL, file=stack, all_threads=True)
+    # Chained, so that the signal's own action ends the process behind its last line.
+    faulthandler.register(_STACK_SIGNAL, file=stack, all_threads=True, chain=True)
     value: Any = None
     error: str | None = None
     trace = ""

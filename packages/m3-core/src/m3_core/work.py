@@ -1,8 +1,9 @@
 """How a launch is cut into tasks, shared by the kernels and the scratch layout.
 
 The published shape (hidden 6144, 128 experts, top 4, intermediate 768 a rank) gives the published counts: 128 push and reduce tasks of 48
-columns, 16 router parts, 48 gate/up tiles, 384 down tasks, 192 final tasks. Any even hidden size works: the last task of a stage may be
-narrower than the others.
+columns, 16 router parts, 384 down tasks, 192 final tasks. A gate/up tile is half the published one, 8 gate and 8 up rows, so that the few
+experts of a single row still make tasks for every block: 96 tiles. Any even hidden size works: the last task of a stage may be narrower
+than the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PUSH_TRIPLES = PUSH_COLUMNS // COLUMNS_A_TRIPLE
 ROUTER_PARTS = 16
 ROUTER_PART_MULTIPLE = 16
 EXPERT_TILE = 16
-GATE_UP_ROWS = 16
+GATE_UP_ROWS = 8
 DOWN_ROWS = 16
 DOWN_PAIRS = DOWN_ROWS // COLUMNS_A_PAIR
 FINAL_COLUMNS = 32
@@ -89,7 +90,7 @@ def router_tasks(hidden: int, experts: int) -> int:
 
 @formula
 def gate_up_tiles(intermediate: int) -> int:
-    """Tiles of 16 gate rows and the same 16 up rows; the last perhaps fewer."""
+    """Tiles of 8 gate rows and the same 8 up rows; the last perhaps fewer."""
     return ceil_div(intermediate, GATE_UP_ROWS)
 
 

@@ -32,14 +32,14 @@ M3_DEVICE_INLINE void write_fault(Bits64* target, int failed_rank, int epoch, in
 }
 
 // Gives up for this rank: writes (1, rank, epoch, site) on every rank that does not know of a fault yet. `peer` is the rank waited for, or -1.
-M3_DEVICE_INLINE void report_fault(const FaultLine& line, protocol::Site site, int peer) {
+M3_DEVICE_OUTLINE void report_fault(const FaultLine line, protocol::Site site, int peer) {
   if (!platform::claim(line.claimed)) return;
   constexpr long long kMostMicroseconds = 0x7FFFFFFF;
   const long long bound = line.wait_ticks / (platform::kTicksPerSecond / 1'000'000);
   const int microseconds = static_cast<int>(bound < kMostMicroseconds ? bound : kMostMicroseconds);
   write_flight(line.flight, platform::clock_ticks(), protocol::FLIGHT_GAVE_UP, {line.epoch, line.layer, site, peer}, microseconds);
   const int word = protocol::site_word(static_cast<int>(site), peer, line.layer);
-  for (int rank = 0; rank < line.world; ++rank) {
+  M3_ROLLED for (int rank = 0; rank < line.world; ++rank) {
     Bits64* target = peer_buffer(line, rank);
     if ((platform::load_system(target) & 0xFFFFFFFFu) == 0) write_fault(target, line.rank, line.epoch, word);
   }

@@ -7,7 +7,8 @@
 
 namespace m3 {
 
-enum class Scope { device, system };
+// device_data: device scope, and the waiting thread will read what was announced with the words.
+enum class Scope { device, device_data, system };
 
 // Whether a word belongs to this launch: value pairs carry 32 bits of tag, triple pairs 16.
 struct PairTag {
@@ -24,24 +25,28 @@ enum class Source { rank_of_word, own_blocks };
 
 // Polls until `missing()` returns a negative number; it returns the index of something that has not come otherwise. `recorded` is the last
 // index that the flight recorder knows of, or -1.
+//
+// A rank whose peer does not come waits in many places: those that wait for the peer itself give up first and name it.
 template <class Missing>
 M3_DEVICE_INLINE bool poll_until(const FaultLine& line, protocol::Site site, Source source, Missing missing, int& recorded) {
-  long long deadline = 0;
-  for (;;) {
+  const long long bound = line.wait_ticks + (source == Source::own_blocks ? line.wait_ticks / 8 : 0);
+  long long began = 0;
+  for (int poll = 1;; ++poll) {
     const int absent = missing();
     if (absent < 0) return true;
+    if (poll % platform::kPollsALook != 0) continue;
     if (fault_is_set(line)) return false;
     const long long now = platform::clock_ticks();
-    if (deadline == 0) {
-      deadline = now + line.wait_ticks;
-    } else if (now - deadline >= 0) {
+    if (began == 0) {
+      began = now;
+    } else if (now - began >= bound) {
       report_fault(line, site, source == Source::rank_of_word ? absent : -1);
       return false;
     }
     if (absent != recorded && writes_flight(line.flight)) {
       recorded = absent;
       const int peer = source == Source::rank_of_word ? absent : -1;
-      write_flight(line.flight, deadline - line.wait_ticks, protocol::FLIGHT_WAIT, {line.epoch, line.layer, site, peer}, 0);
+      write_flight(line.flight, began, protocol::FLIGHT_WAIT, {line.epoch, line.layer, site, peer}, 0);
     }
     platform::pause();
   }
@@ -59,7 +64,8 @@ M3_DEVICE_INLINE bool wait_until(const FaultLine& line, protocol::Site site, Sou
 
 template <Scope kScope>
 M3_DEVICE_INLINE Bits64 load_word(const Bits64* address) {
-  return kScope == Scope::system ? platform::load_system(address) : platform::load_device(address);
+  if (kScope == Scope::system) return platform::load_system(address);
+  return kScope == Scope::device_data ? platform::load_device_data(address) : platform::load_device(address);
 }
 
 // Waits for the first `count` of at most kMost words together: all are loaded before any is looked at. `address(i)` names word i.

@@ -127,7 +127,7 @@ constexpr int PUSH_TRIPLES = 16;
 constexpr int ROUTER_PARTS = 16;
 constexpr int ROUTER_PART_MULTIPLE = 16;
 constexpr int EXPERT_TILE = 16;
-constexpr int GATE_UP_ROWS = 16;
+constexpr int GATE_UP_ROWS = 8;
 constexpr int DOWN_ROWS = 16;
 constexpr int DOWN_PAIRS = 8;
 constexpr int FINAL_COLUMNS = 32;
@@ -183,7 +183,7 @@ M3_DEVICE_INLINE constexpr int router_tasks(int hidden, int experts) {
   return expert_tiles(experts) * router_parts(hidden);
 }
 
-// Tiles of 16 gate rows and the same 16 up rows; the last perhaps fewer.
+// Tiles of 8 gate rows and the same 8 up rows; the last perhaps fewer.
 M3_DEVICE_INLINE constexpr int gate_up_tiles(int intermediate) {
   return ceil_div(intermediate, GATE_UP_ROWS);
 }

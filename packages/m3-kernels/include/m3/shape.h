@@ -21,6 +21,8 @@ class DynamicShape {
   static constexpr int kMostTopK = protocol::MAX_TOP_K;
   static constexpr int kMostExperts = protocol::MAX_EXPERTS;
   static constexpr int kMostRanks = 8;
+  static constexpr int kMostHidden = protocol::MAX_HIDDEN;
+  static constexpr bool kIsStatic = false;
 
   M3_DEVICE_METHOD explicit DynamicShape(const Sizes& sizes) : sizes_(sizes) {}
   M3_DEVICE_METHOD int rows() const { return sizes_.rows; }
@@ -35,22 +37,28 @@ class DynamicShape {
   Sizes sizes_;
 };
 
-template <int kRows, int kHidden, int kIntermediate, int kExperts, int kTopK, int kWorld, int kMaxRows>
+// Rows and their stride vary up to a bound; the model's sizes are constants.
+template <int kRows, int kHidden, int kIntermediate, int kExperts, int kTopK, int kWorld>
 class StaticShape {
  public:
   static constexpr int kMostRows = kRows;
   static constexpr int kMostTopK = kTopK;
   static constexpr int kMostExperts = kExperts;
   static constexpr int kMostRanks = kWorld;
+  static constexpr int kMostHidden = kHidden;
+  static constexpr bool kIsStatic = true;
 
-  M3_DEVICE_METHOD explicit StaticShape(const Sizes&) {}
-  M3_DEVICE_METHOD static constexpr int rows() { return kRows; }
+  M3_DEVICE_METHOD explicit StaticShape(const Sizes& sizes) : rows_(sizes.rows), max_rows_(sizes.max_rows) {}
+  M3_DEVICE_METHOD int rows() const { return kRows == 1 ? 1 : rows_; }
   M3_DEVICE_METHOD static constexpr int hidden() { return kHidden; }
   M3_DEVICE_METHOD static constexpr int intermediate() { return kIntermediate; }
   M3_DEVICE_METHOD static constexpr int experts() { return kExperts; }
   M3_DEVICE_METHOD static constexpr int top_k() { return kTopK; }
   M3_DEVICE_METHOD static constexpr int world() { return kWorld; }
-  M3_DEVICE_METHOD static constexpr int max_rows() { return kMaxRows; }
+  M3_DEVICE_METHOD int max_rows() const { return max_rows_; }
+
+ private:
+  int rows_, max_rows_;
 };
 
 }  // namespace m3

@@ -17,19 +17,24 @@ import attrs
 import torch
 from torch import Tensor
 
-from m3_core.errors import ConfigurationError, RefusalError, ResourceBusy, ResourceClosed
+from m3_core.errors import ConfigurationError, RefusalError, ResourceBusy, ResourceClosed, ResourceError
 from m3_core.faults import MAX_WAIT_SECONDS, Fault
 from m3_core.formulas import round_up
 from m3_core.layout import ERROR_WORDS_BYTES, EpochWords, PeerLayout, ScratchLayout
 from m3_core.ports import FlightRing, PeerMemory
 from m3_core.work import shape_reasons
-from m3_kernels.hosts.arguments import Arguments, Constants, Sizes
-from m3_kernels.hosts.cpu import CpuHost
+from m3_kernels.build.cuda import ROW_BOUNDS, CudaBuild
+from m3_kernels.formats.mxfp4 import GROUP
+from m3_kernels.formats.shuffle import unshuffle_scales
+from m3_kernels.hosts.arguments import Arguments, Constants, Regions, Sizes
+from m3_kernels.hosts.base import ANY_SCALE, Host
+from m3_kernels.hosts.cpu import BLOCK_THREADS, CpuHost
+from m3_kernels.hosts.cuda import CudaHost
 
 WEIGHT_ALIGNMENT = 16
 PEER_ALIGNMENT = 256
+CPU = torch.device("cpu")
 FLIGHT_ALIGNMENT = 8
-BLOCK_THREADS = 64
 _SKIP, _RUN = 0, 1
 
 
@@ -149,8 +154,8 @@ class FfnWeights:
     w2: Tensor
     s2: Tensor | None
 
-    def reasons(self, shape: FfnShape) -> list[str]:
-        """Why these weights do not fit ``shape`` on the CPU target; empty if they do."""
+    def reasons(self, shape: FfnShape, device: torch.device = CPU) -> list[str]:
+        """Why these weights do not fit ``shape`` on ``device``; empty if they do."""
         experts, hidden, intermediate = shape.experts + 1, shape.hidden, shape.intermediate
         packed = self.format is ExpertFormat.MXFP4
         element = torch.uint8 if packed else torch.bfloat16
@@ -164,7 +169,7 @@ class FfnWeights:
         }
         found = shape.format_reasons(self.format)
         for name, (tensor, dtype, size) in wanted.items():
-            found += _tensor_reasons(name, tensor, dtype, size)
+            found += _tensor_reasons(name, tensor, dtype, size, device)
         for name, scales, rows, k in (("s13", self.s13, 2 * intermediate, hidden), ("s2", self.s2, hidden, intermediate)):
             if not packed:
                 if scales is not None:
@@ -172,14 +177,29 @@ class FfnWeights:
             elif scales is None:
                 found.append(f"{name} is None, but mxfp4 weights need their scales")
             else:
-                found += _scale_reasons(name, scales, experts * rows, k)
+                found += _scale_reasons(name, scales, experts * rows, k, device)
+        return found
+
+    def largest_scale(self, shape: FfnShape) -> int:
+        """The largest E8M0 code among the scales of weights that fit ``shape``, padding aside; 0 without scales."""
+        found = 0
+        experts, hidden, intermediate = shape.experts + 1, shape.hidden, shape.intermediate
+        for scales, rows, k in ((self.s13, experts * 2 * intermediate, hidden), (self.s2, experts * hidden, intermediate)):
+            if scales is not None:
+                groups = k // GROUP
+                padded = scales.reshape(-1, round_up(groups, 8))
+                found = max(found, int(unshuffle_scales(padded, rows, groups).max()))
         return found
 
 
-def _tensor_reasons(name: str, tensor: Tensor, dtype: torch.dtype, size: tuple[int, ...]) -> list[str]:
-    found = []
-    if tensor.device.type != "cpu":
-        found.append(f"{name} lies on {tensor.device}: the CPU target reads memory of the CPU")
+def _device_reasons(name: str, tensor: Tensor, device: torch.device) -> list[str]:
+    if tensor.device == device:
+        return []
+    return [f"{name} lies on {tensor.device}: the launch reads memory of {'the CPU' if device == CPU else device}"]
+
+
+def _tensor_reasons(name: str, tensor: Tensor, dtype: torch.dtype, size: tuple[int, ...], device: torch.device) -> list[str]:
+    found = _device_reasons(name, tensor, device)
     if tensor.dtype != dtype:
         found.append(f"{name} is {tensor.dtype}: {dtype} is needed")
     if tuple(tensor.shape) != size:
@@ -193,12 +213,11 @@ def _tensor_reasons(name: str, tensor: Tensor, dtype: torch.dtype, size: tuple[i
     return found
 
 
-def _scale_reasons(name: str, scales: Tensor, rows: int, k: int) -> list[str]:
+def _scale_reasons(name: str, scales: Tensor, rows: int, k: int, device: torch.device) -> list[str]:
     groups = round_up(k // 32, 8)
     sizes = (rows * groups, round_up(rows, 256) * groups)
     found = [] if scales.dtype == torch.uint8 else [f"{name} is {scales.dtype}: torch.uint8 (E8M0 codes) is needed"]
-    if scales.device.type != "cpu":
-        found.append(f"{name} lies on {scales.device}: the CPU target reads memory of the CPU")
+    found += _device_reasons(name, scales, device)
     if not scales.is_contiguous():
         found.append(f"{name} is not contiguous (strides {scales.stride()}): pass a contiguous tensor")
     if scales.numel() not in sizes:
@@ -216,13 +235,15 @@ class FfnChannel:
     Args:
         shape: sizes of all launches.
         peers: the ranks' peer buffers; outlives the channel and is not closed by it.
-        grid: blocks of a launch; any number from 1 on computes the same bits.
+        grid: blocks of a launch; any number from 1 on computes the same bits. None: one a multiprocessor, on a GPU.
         wait_seconds: bound of every wait inside a launch.
-        block_threads: threads a block, a multiple of 64.
+        block_threads: threads a block on the CPU, a multiple of 64.
         offset: where this channel begins in every peer buffer, a multiple of 256 bytes.
         timeline: whether launches stamp a clock at every stage; see ``timeline_stamps``.
         flight: where launches write their flight records; outlives the channel and is not closed by it. Nothing is recorded without.
-        library: compiled kernels to use instead of the default ones.
+        library: compiled CPU kernels to use instead of the default ones.
+        device: where the weights, the inputs and the peer buffer lie: the CPU, or a CUDA device.
+        defines: preprocessor definitions of another build of the GPU kernels than the usual one.
 
     Raises:
         ConfigurationError: if the peer memory does not fit the shape, or a number is out of range.
@@ -235,13 +256,15 @@ class FfnChannel:
         shape: FfnShape,
         peers: PeerMemory,
         *,
-        grid: int,
+        grid: int | None,
         wait_seconds: float = 10.0,
         block_threads: int = BLOCK_THREADS,
         offset: int = 0,
         timeline: bool = False,
         flight: FlightRing | None = None,
         library: ctypes.CDLL | None = None,
+        device: torch.device | str = CPU,
+        defines: tuple[str, ...] = (),
     ) -> None:
         need = shape.peer_layout.total_bytes
         if peers.world_size != shape.world_size or len(peers.addresses) != shape.world_size or not 0 <= peers.rank < shape.world_size:
@@ -267,16 +290,27 @@ class FfnChannel:
         self.wait_seconds = wait_seconds
         self.timeline = timeline
         self._flight = flight
-        self._host = CpuHost(grid, block_threads, library)
-        self.grid = grid
+        self._host = _host(shape, torch.device(device), grid, block_threads, library, defines)
+        self.grid = self._host.grid
         self._wait_ticks = max(1, int(wait_seconds * self._host.ticks_per_second))
-        self._addresses = torch.tensor([address + offset for address in peers.addresses], dtype=torch.int64)
-        self._own = peers.addresses[peers.rank] + offset
-        self._epoch_words = torch.zeros(EpochWords(grid).words, dtype=torch.int32)
-        self._injection = torch.zeros(4, dtype=torch.int32)
+        self._peer_addresses = tuple(address + offset for address in peers.addresses)
+        self._own = self._peer_addresses[peers.rank]
+        self._epoch_words = torch.zeros(EpochWords(self.grid).words, dtype=torch.int32, device=self.device)
+        self._injection = torch.zeros(4, dtype=torch.int32, device=self.device)
         self._scratch: dict[int, Tensor] = {}
+        self._prepared: set[int] = set()
         self._busy = threading.Lock()
         self._closed = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights, inputs and outputs of this channel's launches lie."""
+        return self._host.device
+
+    @property
+    def plain_scales(self) -> int | None:
+        """The largest E8M0 code that the MXFP4 entry takes; weights with larger ones have an entry of their own. None: it takes all."""
+        return self._host.plain_scales
 
     @property
     def epoch_words(self) -> Tensor:
@@ -293,31 +327,47 @@ class FfnChannel:
         return int(self._epoch_words[0])
 
     def health(self) -> Fault:
-        """The fault word of this rank."""
+        """The fault word of this rank as it stands, whether launches run or not; while a graph is captured, the mirrored one."""
         self._require_open()
         self._require_peers()
         return Fault.decode(self._host.read_fault(self._own))
+
+    def mirror_fault(self) -> None:
+        """Copy the fault word to host memory in the order of the launches; may be captured into a graph behind them."""
+        self._require_open()
+        self._host.mirror_fault(self._own)
+
+    def mirrored_fault(self) -> Fault:
+        """The last copy that has arrived: free to read, and complete once the host has waited for anything that follows the copy."""
+        return Fault.decode(self._host.mirrored_fault())
 
     def abort(self) -> None:
         """Mark this rank failed on every rank that has no fault yet, so that peers' waits end; never raises."""
         if self._closed:
             return
-        with contextlib.suppress(ResourceClosed):
+        with contextlib.suppress(ResourceError):
             self._require_peers()
-            self._host.abort([int(address) for address in self._addresses], self.rank)
+            self._host.abort(self._peer_addresses, self.rank)
 
     def synchronize(self) -> None:
         """Wait until every launch of this channel has ended: on the CPU they have when they return."""
         with self.exclusively():
-            pass
+            self._host.synchronize()
 
     def prepare(self, rows: int) -> None:
-        """Allocate the scratch of a row count, so that no later launch of it does.
+        """Allocate the scratch of a row count and load its kernels, so that no later launch of it does.
 
         Raises:
-            ConfigurationError: if ``rows`` is out of range.
+            ConfigurationError: if ``rows`` is out of range, or a graph is being captured.
+            BuildError: if the kernels do not compile or load.
+            ResourceError: if the blocks of a launch cannot all be resident.
         """
+        if rows in self._prepared:
+            return
         self.scratch(rows)
+        self._host.prepare(rows)
+        self._host.synchronize()
+        self._prepared.add(rows)
 
     def scratch(self, rows: int) -> Tensor:
         """uint8 scratch of a row count, zeroed when it was made and by a reset."""
@@ -326,8 +376,10 @@ class FfnChannel:
                 f"rows is {rows}; this channel takes 1 to {self.shape.max_rows}: route wider steps to the stock layers"
             )
         if rows not in self._scratch:
+            if self._host.capturing:
+                raise ConfigurationError(f"rows {rows} were not prepared before the capture; call prepare({rows}) outside it")
             layout = self.shape.scratch(rows, timeline_blocks=self.grid if self.timeline else 0)
-            self._scratch[rows] = _aligned_zeros(layout.total_bytes)
+            self._scratch[rows] = _aligned_zeros(layout.total_bytes, self.device)
         return self._scratch[rows]
 
     def zero_scratch_and_epoch(self) -> None:
@@ -337,10 +389,11 @@ class FfnChannel:
         """
         with self.exclusively():
             self._require_peers()
-            ctypes.memset(self._own + ERROR_WORDS_BYTES, 0, self.shape.peer_layout.total_bytes - ERROR_WORDS_BYTES)
+            self._host.zero(self._own + ERROR_WORDS_BYTES, self.shape.peer_layout.total_bytes - ERROR_WORDS_BYTES)
             for scratch in self._scratch.values():
                 scratch.zero_()
             self._epoch_words.zero_()
+            self._host.synchronize()
 
     def inject_fault(self, rank: int | None, delay_seconds: float = 0.0) -> None:
         """Let ``rank``'s next launches stand still for a while and then fail at site INJECT; None ends it. For tests and drills.
@@ -353,8 +406,7 @@ class FfnChannel:
             raise ConfigurationError(f"rank is {rank}; pass 0 to {self.shape.world_size - 1}, or None")
         if not 0 <= ticks < 2**31:
             raise ConfigurationError(f"delay_seconds is {delay_seconds}; pass 0 to {(2**31 - 1) / self._host.ticks_per_second:.2f}")
-        self._injection[0] = 0 if rank is None else rank + 1
-        self._injection[1] = int(ticks)
+        self._injection[:2] = torch.tensor([0 if rank is None else rank + 1, int(ticks)], dtype=torch.int32)
 
     def timeline_stamps(self, rows: int) -> Tensor:
         """int64 [grid, 12] clock ticks at the beginning of the stages and at the end, of the last launch of ``rows`` rows.
@@ -407,10 +459,11 @@ class FfnChannel:
         shape = self.shape
         arguments.scratch = self.scratch(rows).data_ptr()
         arguments.epoch_words = self._epoch_words.data_ptr()
-        arguments.peers = self._addresses.data_ptr()
+        arguments.peers[: shape.world_size] = self._peer_addresses
         arguments.injection = self._injection.data_ptr()
         arguments.wait_ticks = self._wait_ticks
         arguments.sizes = Sizes(rows, shape.hidden, shape.intermediate, shape.experts, shape.top_k, shape.world_size, shape.max_rows)
+        arguments.regions = Regions.of(shape.scratch(rows))
         arguments.rank = self.rank
         arguments.timeline = int(self.timeline)
         if self._flight is not None:
@@ -426,8 +479,21 @@ class FfnChannel:
         len(self.peers.addresses)
 
 
-def _aligned_zeros(nbytes: int, alignment: int = 256) -> Tensor:
-    storage = torch.zeros(nbytes + alignment, dtype=torch.uint8)
+def _host(
+    shape: FfnShape, device: torch.device, grid: int | None, block_threads: int, library: ctypes.CDLL | None, defines: tuple[str, ...]
+) -> Host:
+    if device.type == "cpu":
+        if grid is None:
+            raise ConfigurationError("grid is None; on the CPU say how many blocks a launch has, each an OS thread")
+        return CpuHost(grid, block_threads, library)
+    if device.type == "cuda":
+        build = CudaBuild(ROW_BOUNDS[0], shape.hidden, shape.intermediate, shape.experts, shape.top_k, shape.world_size, defines)
+        return CudaHost(build, device, grid)
+    raise ConfigurationError(f"device is {device}; launches run on the CPU and on CUDA devices")
+
+
+def _aligned_zeros(nbytes: int, device: torch.device, alignment: int = 256) -> Tensor:
+    storage = torch.zeros(nbytes + alignment, dtype=torch.uint8, device=device)
     start = -storage.data_ptr() % alignment
     return storage[start : start + nbytes]
 
@@ -449,7 +515,7 @@ class FfnLaunch:
     _ENTRIES: Mapping[ExpertFormat, str] = {ExpertFormat.BF16: "m3_ffn_bf16", ExpertFormat.MXFP4: "m3_ffn_mxfp4"}
 
     def __init__(self, channel: FfnChannel, weights: FfnWeights, constants: FfnConstants, layer: int) -> None:
-        reasons = weights.reasons(channel.shape)
+        reasons = weights.reasons(channel.shape, channel.device)
         if reasons:
             raise RefusalError(reasons, f"the weights of layer {layer}")
         if not 0 <= layer < 2**15 - 1:
@@ -459,10 +525,14 @@ class FfnLaunch:
         self.constants = constants
         self.layer = layer
         self._entry = self._ENTRIES[weights.format]
+        limit = channel.plain_scales
+        if limit is not None and weights.format is ExpertFormat.MXFP4 and weights.largest_scale(channel.shape) > limit:
+            self._entry += ANY_SCALE
         self._arguments: dict[int, Arguments] = {}
 
     def __call__(self, part: Tensor, residual: Tensor, slots: Tensor, *, handshake: bool) -> tuple[Tensor, Tensor]:
-        """Run the half; every rank calls it at the same point. Returns when this rank's part is done.
+        """Run the half; every rank calls it at the same point. On the CPU it returns when this rank's part is done; on a GPU the launch
+        joins the current stream, and may be captured into a graph if ``channel.prepare`` was called for its rows.
 
         A fault does not raise: the outputs are then garbage, and ``channel.health()`` says what happened.
 
@@ -508,6 +578,7 @@ class FfnLaunch:
         if rows not in self._arguments:
             weights, constants = self.weights, self.constants
             arguments = Arguments()
+            self.channel.prepare(rows)
             self.channel.fill(arguments, rows)
             arguments.post_norm = weights.post_norm.data_ptr()
             arguments.router = weights.router.data_ptr()
@@ -522,7 +593,7 @@ class FfnLaunch:
         return self._arguments[rows]
 
     def _check(self, part: Tensor, residual: Tensor, slots: Tensor) -> int:
-        hidden = self.channel.shape.hidden
+        hidden, device = self.channel.shape.hidden, self.channel.device
         if part.dim() != 2 or part.shape[1] != hidden:
             raise ConfigurationError(f"part has shape {list(part.shape)}; [rows, {hidden}] is needed")
         rows = part.shape[0]
@@ -535,22 +606,17 @@ class FfnLaunch:
                 tuple(tensor.shape) != (rows, hidden)
                 or tensor.dtype != torch.bfloat16
                 or not tensor.is_contiguous()
-                or tensor.device.type != "cpu"
+                or tensor.device != device
             ):
                 raise ConfigurationError(
                     f"{name} is {tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}; "
-                    f"a contiguous bfloat16 tensor [{rows}, {hidden}] on the CPU is needed"
+                    f"a contiguous bfloat16 tensor [{rows}, {hidden}] on {'the CPU' if device == CPU else device} is needed"
                 )
             if tensor.is_neg():
                 raise ConfigurationError(f"{name} is a negated view, whose memory holds the values' opposites: pass {name}.resolve_neg()")
-        if (
-            slots.dtype != torch.int64
-            or slots.dim() != 1
-            or slots.shape[0] < rows
-            or not slots.is_contiguous()
-            or slots.device.type != "cpu"
-        ):
+        if slots.dtype != torch.int64 or slots.dim() != 1 or slots.shape[0] < rows or not slots.is_contiguous() or slots.device != device:
             raise ConfigurationError(
-                f"slots is {slots.dtype} {list(slots.shape)} on {slots.device}; a contiguous int64 tensor of at least {rows} values on the CPU is needed"
+                f"slots is {slots.dtype} {list(slots.shape)} on {slots.device}; a contiguous int64 tensor of at least {rows} values "
+                f"on {'the CPU' if device == CPU else device} is needed"
             )
         return rows

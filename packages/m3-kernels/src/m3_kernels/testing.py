@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import attrs
@@ -12,10 +14,12 @@ import torch
 from torch import Tensor
 
 from m3_core.faults import Fault, Site
+from m3_core.formulas import round_up
 from m3_core.ports import FlightRing
 from m3_kernels.build.cpu import CpuBuild
-from m3_kernels.ffn import BLOCK_THREADS, ExpertFormat, FfnChannel, FfnConstants, FfnLaunch, FfnShape, FfnWeights
+from m3_kernels.ffn import CPU, ExpertFormat, FfnChannel, FfnConstants, FfnLaunch, FfnShape, FfnWeights
 from m3_kernels.formats.mxfp4 import quantize_shuffled
+from m3_kernels.hosts.cpu import BLOCK_THREADS
 
 JOIN_SECONDS = 120.0
 TEST_HOOKS = ("M3_TEST_HOOKS",)
@@ -23,9 +27,9 @@ TEST_HOOKS = ("M3_TEST_HOOKS",)
 T = TypeVar("T")
 
 
-def aligned_zeros(nbytes: int, alignment: int = 256) -> Tensor:
+def aligned_zeros(nbytes: int, alignment: int = 256, device: torch.device = CPU) -> Tensor:
     """uint8 zeros that start at a multiple of ``alignment``."""
-    storage = torch.zeros(nbytes + alignment, dtype=torch.uint8)
+    storage = torch.zeros(nbytes + alignment, dtype=torch.uint8, device=device)
     start = -storage.data_ptr() % alignment
     return storage[start : start + nbytes]
 
@@ -50,6 +54,30 @@ class InProcessPeers:
         """Nothing: the buffers belong to whoever made them."""
 
 
+class OwnBufferPeers:
+    """A rank of several, alone: every address of its peer table is its own buffer (a ``PeerMemory``).
+
+    With a build that defines ``M3_OWN_BUFFER``, what the rank would write for a peer goes where that peer's words are expected, so that
+    every wait of a launch is met and every exchange costs what it costs without the link. To measure one GPU.
+
+    Args:
+        buffer: uint8, zeroed, 256-byte aligned.
+        world_size: ranks to stand for.
+        rank: which of them this one is.
+    """
+
+    def __init__(self, buffer: Tensor, world_size: int, rank: int = 0) -> None:
+        self.buffer = buffer
+        self.rank = rank
+        self.world_size = world_size
+        self.nbytes = buffer.numel()
+        self.local = buffer.data_ptr()
+        self.addresses = (self.local,) * world_size
+
+    def close(self) -> None:
+        """Nothing: the buffer belongs to whoever made it."""
+
+
 @attrs.frozen(eq=False)
 class LayerInputs:
     """What a launch takes, over all ranks.
@@ -63,6 +91,10 @@ class LayerInputs:
     parts: tuple[Tensor, ...]
     residual: Tensor
     slots: Tensor
+
+    def to(self, device: torch.device) -> LayerInputs:
+        """The same on ``device``."""
+        return LayerInputs(tuple(part.to(device) for part in self.parts), self.residual.to(device), self.slots.to(device))
 
 
 def random_inputs(shape: FfnShape, rows: int, generator: torch.Generator, padded: Sequence[int] = ()) -> LayerInputs:
@@ -93,6 +125,55 @@ def random_weights(shape: FfnShape, format: ExpertFormat, generator: torch.Gener
         w2 = torch.randn(shape.experts + 1, shape.hidden, shape.intermediate, generator=generator) * shape.intermediate**-0.5
         found.append(pack_weights(format, post_norm, router, bias, w13, w2))
     return tuple(found)
+
+
+def weights_to(weights: FfnWeights, device: torch.device) -> FfnWeights:
+    """The same weights on ``device``."""
+
+    def moved(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    common = (weights.post_norm.to(device), weights.router.to(device), weights.router_bias.to(device))
+    return FfnWeights(weights.format, *common, weights.w13.to(device), moved(weights.s13), weights.w2.to(device), moved(weights.s2))
+
+
+def random_packed_weights(shape: FfnShape, format: ExpertFormat, device: torch.device, seed: int) -> FfnWeights:
+    """One rank's weights of one layer, made on ``device`` in the format itself: fast at the published sizes. Outputs stay near unit size."""
+    generator = torch.Generator(device).manual_seed(seed)
+    hidden, intermediate, experts = shape.hidden, shape.intermediate, shape.experts + 1
+
+    def normal(*size: int, scale: float, dtype: torch.dtype) -> Tensor:
+        return (torch.randn(size, generator=generator, device=device) * scale).to(dtype)
+
+    def codes(rows: int, k: int) -> Tensor:
+        return torch.randint(0, 256, (experts, rows, k // 2), dtype=torch.uint8, generator=generator, device=device)
+
+    # The root mean square of E2M1's codes is about 3; the scales' exponents spread over a factor of 16 around the wanted size.
+    def scales(rows: int, k: int) -> Tensor:
+        middle = 127 + round(math.log2(k**-0.5 / 3))
+        count = round_up(experts * rows, 256) * round_up(k // 32, 8)
+        return torch.randint(middle - 2, middle + 3, (count,), dtype=torch.uint8, generator=generator, device=device)
+
+    common = (
+        normal(hidden, scale=0.1, dtype=torch.bfloat16),
+        normal(shape.experts, hidden, scale=hidden**-0.5, dtype=torch.float32),
+        normal(shape.experts, scale=0.1, dtype=torch.float32),
+    )
+    if format is ExpertFormat.MXFP4:
+        return FfnWeights(
+            format,
+            *common,
+            codes(2 * intermediate, hidden),
+            scales(2 * intermediate, hidden),
+            codes(hidden, intermediate),
+            scales(hidden, intermediate),
+        )
+    w13 = torch.empty(experts, 2 * intermediate, hidden, dtype=torch.bfloat16, device=device)
+    w2 = torch.empty(experts, hidden, intermediate, dtype=torch.bfloat16, device=device)
+    for expert in range(experts):
+        w13[expert] = normal(2 * intermediate, hidden, scale=hidden**-0.5, dtype=torch.bfloat16)
+        w2[expert] = normal(hidden, intermediate, scale=intermediate**-0.5, dtype=torch.bfloat16)
+    return FfnWeights(format, *common, w13, None, w2, None)
 
 
 def hooked_library() -> ctypes.CDLL:
@@ -138,6 +219,7 @@ class ThreadRanks:
         library: compiled kernels to use instead of the default ones.
         poison: fill mailboxes and scratch with 0xFF instead of 0: no tag matches, and every number is NaN.
         flight: every rank's flight ring; nothing is recorded without.
+        device: where everything lies; the ranks share a CUDA device, so that all their blocks together must be resident.
     """
 
     def __init__(
@@ -150,11 +232,13 @@ class ThreadRanks:
         library: ctypes.CDLL | None = None,
         poison: bool = False,
         flight: Sequence[FlightRing] | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.shape = shape
+        self.device = device
         self.poison = poison
         layout = shape.peer_layout
-        self.buffers = tuple(aligned_zeros(layout.total_bytes) for _ in range(shape.world_size))
+        self.buffers = tuple(aligned_zeros(layout.total_bytes, device=device) for _ in range(shape.world_size))
         if poison:
             for buffer in self.buffers:
                 buffer[16:] = 0xFF
@@ -167,6 +251,7 @@ class ThreadRanks:
                 block_threads=block_threads,
                 library=library,
                 flight=None if flight is None else flight[rank],
+                device=device,
             )
             for rank in range(shape.world_size)
         )
@@ -186,10 +271,28 @@ class ThreadRanks:
         if self.poison:
             for rank in chosen:
                 self.channels[rank].scratch(rows).fill_(0xFF)
-        return on_threads(
-            len(chosen),
-            lambda i: launches[chosen[i]](inputs.parts[chosen[i]], inputs.residual, inputs.slots, handshake=handshake),
-        )
+        for rank in chosen:
+            self.channels[rank].prepare(rows)
+
+        def launch(i: int) -> tuple[Tensor, Tensor]:
+            rank = chosen[i]
+            with self._own_stream():
+                return launches[rank](inputs.parts[rank], inputs.residual, inputs.slots, handshake=handshake)
+
+        return on_threads(len(chosen), launch)
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """On a GPU a stream for each rank, so that no rank's launch waits for another's; left when its launches have ended."""
+        if self.device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self.device):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                yield
+        stream.synchronize()
 
     def faults(self) -> list[Fault]:
         """Every rank's fault word."""

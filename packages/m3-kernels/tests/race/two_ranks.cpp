@@ -23,6 +23,20 @@ constexpr int kGrid = M3_TEST_GRID;
 constexpr int kLaunches = 6;
 constexpr int kFlightLaunches = 4;
 
+m3::ffn::Regions regions() {
+  namespace protocol = m3::protocol;
+  const int rows = kSizes.rows, hidden = kSizes.hidden, intermediate = kSizes.intermediate, experts = kSizes.experts, top_k = kSizes.top_k;
+  const auto bytes = [](protocol::Bytes offset) { return static_cast<int>(offset); };
+  return {bytes(protocol::x_ready_offset(rows, hidden)),
+          bytes(protocol::logit_offset(rows, hidden)),
+          bytes(protocol::route_offset(rows, hidden, experts)),
+          bytes(protocol::intermediate_ready_offset(rows, hidden, experts, top_k)),
+          bytes(protocol::stream_offset(rows, hidden, intermediate, experts, top_k)),
+          bytes(protocol::x_offset(rows, hidden, intermediate, experts, top_k)),
+          bytes(protocol::mid_offset(rows, hidden, intermediate, experts, top_k)),
+          bytes(protocol::timeline_offset(rows, hidden, intermediate, experts, top_k))};
+}
+
 Bits16 bf16(float value) { return static_cast<Bits16>(m3::float_to_bf16(value)); }
 
 Layer make_layer(bool packed, unsigned seed) {
@@ -101,12 +115,13 @@ int run(bool packed) {
       arguments.s2 = reinterpret_cast<const unsigned char*>(layer.s2.data());
       arguments.scratch = reinterpret_cast<unsigned char*>(rank.scratch.data());
       arguments.epoch_words = rank.epoch_words.data();
-      arguments.peers = rank.peers.data();
+      for (int peer = 0; peer < kSizes.world; ++peer) arguments.peers[peer] = rank.peers[static_cast<std::size_t>(peer)];
       arguments.injection = injection.data();
       arguments.out = layer.out.data();
       arguments.residual_out = layer.residual_out.data();
       arguments.wait_ticks = 60 * m3::platform::kTicksPerSecond;
       arguments.sizes = kSizes;
+      arguments.regions = regions();
       arguments.constants = {1e-6f, 1.702f, 1.0f, 7.0f, 2.0f};
       arguments.rank = r;
       arguments.layer = 3;

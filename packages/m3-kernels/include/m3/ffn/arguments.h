@@ -6,6 +6,13 @@ namespace m3::ffn {
 
 enum class Mode : int { skip = 0, run = 1 };
 
+// Bytes from the start of scratch to its regions (protocol.h); the host computes them once a row count. The sums of squares begin it.
+struct Regions {
+  int x_ready, logit, route, intermediate_ready;  // pairs
+  int stream, x, mid;                             // data
+  int timeline;                                   // clock stamps, if any
+};
+
 // Rounding-free constants of the model.
 struct Constants {
   float rms_norm_eps;
@@ -28,13 +35,14 @@ struct Arguments {
   const unsigned char* s2;     // its scales
   unsigned char* scratch;      // private to one row count of one channel
   int* epoch_words;            // epoch, claim, marks
-  const long long* peers;      // [world] addresses of the peer buffers, this rank's included
   const int* injection;        // [4] rank + 1 (0: none), delay in ticks; two more words for test builds
   Bits16* out;                 // bf16 [rows, hidden]
   Bits16* residual_out;        // bf16 [rows, hidden]
   unsigned char* flight;       // ring of the flight recorder, or null
   long long wait_ticks;        // bound of every wait
+  long long peers[DynamicShape::kMostRanks];  // addresses of the peer buffers by rank, this rank's included
   Sizes sizes;
+  Regions regions;
   Constants constants;
   int rank;
   int layer;

@@ -15,43 +15,60 @@ constexpr int kSegments = 8;
 // The most segments that one wave sums.
 constexpr int kOwnSegments = (kSegments + platform::kLeastWaves - 1) / platform::kLeastWaves;
 
-// Rows and columns of the matrix tiles.
+// Rows of the matrix tiles.
 constexpr int kTile = 16;
+
+// Column tiles of all rows.
+template <class Shape>
+constexpr int kRowTiles = (Shape::kMostRows + platform::kTileColumns - 1) / platform::kTileColumns;
+
+// Tasks of a team whose sums lie in shared memory at once: those that are being ended and those that waves fill already.
+constexpr int kTasksInFlight = 4;
 
 template <class Shape>
 struct Shared {
   static constexpr int kMostPicks = Shape::kMostRows * Shape::kMostTopK;
   static constexpr int kMostRouted = kMostPicks < Shape::kMostExperts ? kMostPicks : Shape::kMostExperts;
+  static constexpr int kMostSlots = 1 + kMostRouted;
+  static constexpr int kMostWaves = 32;
+
+  // Sums of the segments of tiles, [row][column]: stages shared_up and up have a tile for each task in flight, stage router all its tiles.
+  using Partial = float[kSegments][kTile * platform::kTileColumns];
+  static constexpr int kPartials = platform::kMostTeams * kTasksInFlight > kRowTiles<Shape> ? platform::kMostTeams * kTasksInFlight : kRowTiles<Shape>;
+  Partial partial[kPartials];
+
+  // Stages shared_up and up: waves that have left their sums of a task, and tasks ended, of each place of partial since the launch began.
+  int arrived[platform::kMostTeams * kTasksInFlight];
+  int ended[platform::kMostTeams * kTasksInFlight];
+
+  // Stage down: for each task taken together, [pick][output column].
+  float contribution[platform::kDownTasks][kMostPicks + Shape::kMostRows][kTile];
 
   int failed;    // set once a wait of this block failed: from then on it announces nothing
   int epoch;     // of this launch
   int faulted;   // the rank's fault word was set when the launch began
 
-  // The rows of the shared expert (those that are not padded), ascending, and their number.
-  int valid_count;
-  short valid_row[Shape::kMostRows];
+  int padded[Shape::kMostRows];  // 1: the row's slot is negative
 
-  // The slot table of the routed experts (stage table): slot 1 + i is expert slot_expert[i]; its columns are sorted_pick[slot_first[i]] ..
-  // sorted_pick[slot_first[i + 1] - 1], each a pick top_k * row + k.
-  int routed_count;
-  int pick_expert[kMostPicks];  // -1: none
+  // The slot table. Slot 0 is the shared expert over the rows that are not padded, ascending; the picked experts follow by ascending id. The
+  // columns of slot i are column_pick[slot_first[i]] .. column_pick[slot_first[i + 1] - 1], by ascending row.
+  int slot_count;
+  short slot_expert[kMostSlots];
+  short slot_first[kMostSlots + 1];
+  short column_pick[kMostPicks + Shape::kMostRows];
+  int slot_ready[kMostSlots];  // 1 once a wave of this block has seen the slot's intermediate activations complete
+
+  alignas(16) int pick_expert[kMostPicks + 3];  // -1: none
   float pick_weight[kMostPicks];
-  short slot_expert[kMostRouted];
-  short slot_first[kMostRouted + 1];
-  short sorted_pick[kMostPicks];
-  unsigned char first_of_expert[kMostPicks];
-  short pick_slot[kMostPicks];
+  int wave_total[kMostWaves];
 
-  union {
-    float partial[kSegments][2][kTile * kTile];                              // router, gate/up: a tile of sums a segment
-    float contribution[(Shape::kMostTopK + 1) * Shape::kMostRows][kTile];  // down: [pick][output column]
-    struct {
-      float group[Shape::kMostExperts][4];  // sums of a quarter of the router parts
-      float probability[Shape::kMostExperts];
-      float key[Shape::kMostExperts];
-      int picked[Shape::kMostTopK];
-    } route;
-  };
+  // Stage route; the keys are looked at sixteen at a time.
+  float probability[Shape::kMostExperts];
+  alignas(16) float key[Shape::kMostExperts + 15];
+  int picked[Shape::kMostTopK];
+
+  // Where blocks reduce whole rows: the sums of squares of 48 columns each.
+  float square[platform::kWholeRows ? protocol::push_tasks(Shape::kMostHidden) : 1];
 };
 
 template <class Shape>
@@ -76,16 +93,15 @@ struct Context {
 
   M3_DEVICE_METHOD Context(const Arguments& launch, Shared<Shape>& block_shared)
       : arguments(launch), shape(launch.sizes), shared(block_shared) {
-    const int rows = shape.rows(), hidden = shape.hidden(), intermediate = shape.intermediate(), experts = shape.experts(), top_k = shape.top_k();
-    unsigned char* scratch = launch.scratch;
-    ssq_pairs = reinterpret_cast<Bits64*>(scratch + protocol::ssq_offset());
-    x_ready_pairs = reinterpret_cast<Bits64*>(scratch + protocol::x_ready_offset(rows, hidden));
-    logit_pairs = reinterpret_cast<Bits64*>(scratch + protocol::logit_offset(rows, hidden));
-    route_pairs = reinterpret_cast<Bits64*>(scratch + protocol::route_offset(rows, hidden, experts));
-    intermediate_pairs = reinterpret_cast<Bits64*>(scratch + protocol::intermediate_ready_offset(rows, hidden, experts, top_k));
-    stream = reinterpret_cast<float*>(scratch + protocol::stream_offset(rows, hidden, intermediate, experts, top_k));
-    x = reinterpret_cast<Bits16*>(scratch + protocol::x_offset(rows, hidden, intermediate, experts, top_k));
-    mid = reinterpret_cast<Bits16*>(scratch + protocol::mid_offset(rows, hidden, intermediate, experts, top_k));
+    const Regions& regions = launch.regions;
+    ssq_pairs = reinterpret_cast<Bits64*>(launch.scratch);
+    x_ready_pairs = reinterpret_cast<Bits64*>(launch.scratch + regions.x_ready);
+    logit_pairs = reinterpret_cast<Bits64*>(launch.scratch + regions.logit);
+    route_pairs = reinterpret_cast<Bits64*>(launch.scratch + regions.route);
+    intermediate_pairs = reinterpret_cast<Bits64*>(launch.scratch + regions.intermediate_ready);
+    stream = reinterpret_cast<float*>(launch.scratch + regions.stream);
+    x = reinterpret_cast<Bits16*>(launch.scratch + regions.x);
+    mid = reinterpret_cast<Bits16*>(launch.scratch + regions.mid);
     line.peers = launch.peers;
     line.own = reinterpret_cast<Bits64*>(launch.peers[launch.rank]);
     line.claimed = launch.epoch_words + kClaimWord;
@@ -120,16 +136,25 @@ struct Context {
   M3_DEVICE_METHOD bool is_withheld(Site) const { return false; }
 #endif
 
-  M3_DEVICE_METHOD bool is_padded(int row) const { return arguments.slots[row] < 0; }
+  M3_DEVICE_METHOD bool is_padded(int row) const { return shared.padded[row] != 0; }
 
   // The triple pair, or value pair, that rank `source` wrote (or writes) into rank `target`'s buffer.
   M3_DEVICE_METHOD Bits64* attention_pair(int target, int source, int row, int triple) const {
-    return peer_buffer(line, target) +
-           protocol::attention_pair(shape.world(), shape.max_rows(), shape.hidden(), parity, source, row, triple) / protocol::PAIR_BYTES;
+    return peer_buffer(line, target) + protocol::attention_pair(shape.world(), shape.max_rows(), shape.hidden(), parity, slot_of(target, source), row,
+                                                               triple) / protocol::PAIR_BYTES;
   }
   M3_DEVICE_METHOD Bits64* ffn_pair(int target, int source, int row, int column_pair) const {
-    return peer_buffer(line, target) +
-           protocol::ffn_pair(shape.world(), shape.max_rows(), shape.hidden(), parity, source, row, column_pair) / protocol::PAIR_BYTES;
+    return peer_buffer(line, target) + protocol::ffn_pair(shape.world(), shape.max_rows(), shape.hidden(), parity, slot_of(target, source), row,
+                                                         column_pair) / protocol::PAIR_BYTES;
+  }
+
+  // Whose place in `target`'s buffer rank `source` writes. Builds that measure one rank alone, every address of the peer table being its own,
+  // let what it writes for a peer stand for what would come from that peer.
+  M3_DEVICE_METHOD int slot_of([[maybe_unused]] int target, int source) const {
+#ifdef M3_OWN_BUFFER
+    if (target != line.rank) return target;
+#endif
+    return source;
   }
 
   M3_DEVICE_METHOD Bits64 pair(Bits32 value) const { return protocol::pack_pair(value, tag.tag); }
@@ -144,26 +169,25 @@ struct Context {
   // Stamp `stamp` of this block's timeline.
   M3_DEVICE_METHOD void stamp(int stamp) const {
     if (arguments.timeline == 0 || platform::thread_index() != 0) return;
-    long long* stamps = reinterpret_cast<long long*>(
-        arguments.scratch +
-        protocol::timeline_offset(shape.rows(), shape.hidden(), shape.intermediate(), shape.experts(), shape.top_k()));
-    stamps[protocol::timeline_index(platform::block_index(), stamp)] = platform::clock_ticks();
+    long long* stamps = reinterpret_cast<long long*>(arguments.scratch + arguments.regions.timeline);
+    stamps[protocol::timeline_index(platform::block_index(), stamp)] = platform::stamp_ticks();
   }
 };
 
-// A tile of sums in shared memory: [column][row], so that neighbouring threads take neighbouring rows of the weights.
-M3_DEVICE_INLINE void store_partial(float (&tile)[kTile * kTile], const platform::Accumulator& sum) {
+// A tile of sums in shared memory: [row][column].
+M3_DEVICE_INLINE void store_partial(float (&tile)[kTile * platform::kTileColumns], const platform::Accumulator& sum) {
   const int lane = platform::lane_index();
   M3_UNROLL for (int i = 0; i < platform::Accumulator::kValues; ++i) {
-    tile[platform::accumulator_column(lane, i) * kTile + platform::accumulator_row(lane, i)] = sum.value[i];
+    tile[platform::accumulator_row(lane, i) * platform::kTileColumns + platform::accumulator_column(lane, i)] = sum.value[i];
   }
 }
 
 // The segments of one element of a tile, added in order.
-M3_DEVICE_INLINE float sum_of_segments(const float (&partial)[kSegments][2][kTile * kTile], int matrix, int index, int segments) {
-  float sum = partial[0][matrix][index];
+M3_DEVICE_INLINE float sum_of_segments(const float (&partial)[kSegments][kTile * platform::kTileColumns], int row, int column, int segments) {
+  const int index = row * platform::kTileColumns + column;
+  float sum = partial[0][index];
   M3_UNROLL for (int segment = 1; segment < kSegments; ++segment) {
-    if (segment < segments) sum += partial[segment][matrix][index];
+    if (segment < segments) sum += partial[segment][index];
   }
   return sum;
 }
@@ -178,6 +202,27 @@ M3_DEVICE_INLINE Tasks tasks_of_block(int start, int count) {
   const int grid = platform::grid_blocks();
   const int behind = platform::block_index() - protocol::first_block(start, grid);
   return Tasks{behind < 0 ? behind + grid : behind, grid, count};
+}
+
+// The team of waves that this wave belongs to: a team takes the segments of a task together.
+struct Team {
+  int index;
+  int count;  // teams of the block
+  int wave;   // of this wave in the team
+  int waves;  // of the team
+};
+M3_DEVICE_INLINE Team team_of_wave() {
+  const int waves = platform::wave_count(), wave = platform::uniform(platform::wave_index());
+  const int wanted = waves / kSegments < platform::kMostTeams ? waves / kSegments : platform::kMostTeams;
+  const int count = wanted < 1 ? 1 : wanted;
+  const int own = waves / count;
+  return Team{wave / own, count, wave % own, own};
+}
+
+// The tasks that a team takes: the first round goes to the first teams of all blocks, the next to the second ones.
+M3_DEVICE_INLINE Tasks tasks_of_team(const Team& team, int start, int count) {
+  const Tasks block = tasks_of_block(start, count);
+  return Tasks{block.first + team.index * block.stride, block.stride * team.count, count};
 }
 
 // Ends a task whose data other blocks wait for: orders the block's data, then thread 0 announces it with `word`.

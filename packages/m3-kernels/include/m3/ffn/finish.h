@@ -5,30 +5,34 @@
 
 namespace m3::ffn {
 
-// Injected faults: the chosen rank's first block stands still for a while and then gives up.
+// Injected faults: the chosen rank's first block stands still for a while and then gives up. Returns whether it did.
 template <class Shape>
-M3_DEVICE_INLINE void inject_fault(Context<Shape>& context) {
+M3_DEVICE_INLINE bool inject_fault(Context<Shape>& context) {
   const int* injection = context.arguments.injection;
-  if (platform::block_index() != 0 || injection[0] != context.line.rank + 1) return;
+  if (platform::block_index() != 0 || injection[0] != context.line.rank + 1) return false;
   const long long end = platform::clock_ticks() + injection[1];
   while (platform::clock_ticks() - end < 0 && !fault_is_set(context.line)) platform::pause();
   report_fault(context.line, Site::INJECT, -1);
   platform::set_flag(&context.shared.failed);
+  return true;
 }
 
-// Reads the epoch and the fault word for the whole block. Returns whether the stages may run; the answer is the same in all its threads.
+// Reads the epoch, the fault word and which rows are padded, for the whole block. Returns whether the stages may run; the answer is the same
+// in all its threads.
 template <class Shape>
 M3_DEVICE_INLINE bool begin(Context<Shape>& context) {
   auto& shared = context.shared;
+  for (int row = platform::thread_index(); row < context.shape.rows(); row += platform::block_threads()) {
+    shared.padded[row] = context.arguments.slots[row] < 0 ? 1 : 0;
+  }
   if (platform::thread_index() == 0) {
     shared.failed = 0;
     shared.epoch = platform::load_int(context.arguments.epoch_words + protocol::EPOCH_WORD);
-    context.set_epoch(shared.epoch);
-    if (protocol::epoch_is_past_limit(shared.epoch) && platform::block_index() == 0 && !fault_is_set(context.line)) {
-      report_fault(context.line, Site::WRAP, -1);
-    }
-    if (!protocol::epoch_is_past_limit(shared.epoch)) inject_fault(context);
     shared.faulted = fault_is_set(context.line);
+    context.set_epoch(shared.epoch);
+    const bool past = protocol::epoch_is_past_limit(shared.epoch);
+    if (past && platform::block_index() == 0 && !shared.faulted) report_fault(context.line, Site::WRAP, -1);
+    if (!past && inject_fault(context)) shared.faulted = 1;
   }
   platform::block_barrier();
   context.set_epoch(shared.epoch);
@@ -65,7 +69,7 @@ M3_DEVICE_INLINE void trade_fault_flags(Context<Shape>& context) {
   context.record(protocol::FLIGHT_FLAG, Site::HANDSHAKE, failed);
   constexpr int kPairWords = static_cast<int>(protocol::PAIR_BYTES);
   for (int target = 0; target < line.world && !context.is_withheld(Site::HANDSHAKE); ++target) {
-    platform::announce_system(peer_buffer(line, target) + protocol::handshake_pair(line.rank) / kPairWords,
+    platform::announce_system(peer_buffer(line, target) + protocol::handshake_pair(context.slot_of(target, line.rank)) / kPairWords,
                               context.pair(static_cast<Bits32>(failed)));
   }
   Bits64 word[Shape::kMostRanks];

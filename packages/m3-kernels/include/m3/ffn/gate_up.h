@@ -1,33 +1,18 @@
-// Gate and up projections of one expert and the activation between: 16 gate rows and the same 16 up rows a task, all columns of the slot.
+// Gate and up projections of one expert and the activation between: 8 gate rows and the same 8 up rows a task, a tile of the slot's columns.
 // Stages shared_up (the shared expert, as soon as X is there) and up (the routed experts, once the table is there) are made of it.
 // Reference: m3_kernels.reference.gate_up.
 //
 // Order of the sum: K blocks of 128 are dealt to 8 segments in runs, each summed as the platform's tile operation does, four 32-deep steps a
 // block, the segments in order. Activation: g = min(g, limit), u = clamp(u, -limit, limit), g * sigmoid(alpha g) * (u + beta), a NaN stays;
 // rounded to bf16 once.
+//
+// No wave waits for the others of its team: each leaves its segments' sums in shared memory and goes on with the next task. The waves end the
+// tasks in turn, a task later, when its sums are there as a rule.
 #pragma once
-#include "m3/ffn/ring.h"
+#include "m3/ffn/prefetch.h"
 #include "m3/ffn/route.h"
 
 namespace m3::ffn {
-
-constexpr int kBlockK = 128;
-
-// Activations of one 128-deep block for 16 columns: a lane's runs. `row_of(column)` is the start of a column's values or null.
-template <class Format, class RowOf>
-M3_DEVICE_INLINE void load_activations(platform::FragmentBf16 (&fragment)[4], int block, int end, RowOf row_of) {
-  const int lane = platform::lane_index(), group = platform::fragment_group(lane);
-  M3_UNROLL for (int chunk = 0; chunk < platform::kFragmentRows; ++chunk) {
-    const Bits16* values = row_of(platform::fragment_row(lane, chunk));
-    M3_UNROLL for (int step = 0; step < 4; ++step) {
-      const int k = kBlockK * block + Format::run_k(step, group);
-      fragment[step].chunk[chunk] = values != nullptr && k < end ? platform::load_data(reinterpret_cast<const Bytes16*>(values + k)) : Bytes16{};
-    }
-  }
-}
-
-// Blocks of K that a segment sums: its first is segment * this.
-M3_DEVICE_INLINE constexpr int segment_blocks(int k) { return protocol::ceil_div(protocol::ceil_div(k, kBlockK), kSegments); }
 
 M3_DEVICE_INLINE float swiglu(float gate, float up, const Constants& constants) {
   const float limit = constants.swiglu_limit;
@@ -36,140 +21,207 @@ M3_DEVICE_INLINE float swiglu(float gate, float up, const Constants& constants) 
   return g * sigmoid(constants.swiglu_alpha * g) * (u + constants.swiglu_beta);
 }
 
-// The weights of one gate/up task as one wave takes them.
-template <class Format>
-struct GateUpSource {
-  struct Step {
-    typename Format::Block gate;
-    typename Format::Block up;
-  };
-  typename Format::Matrices matrices;
-  int expert, intermediate, tile, blocks_a_segment, blocks;
-
-  // K block of a wave's step; at or past `blocks` there is nothing to add.
-  M3_DEVICE_METHOD int block_of(int step) const {
-    const int segment = platform::wave_index() + platform::wave_count() * (step / blocks_a_segment);
-    return segment * blocks_a_segment + step % blocks_a_segment;
+// A wave's place in the tasks of its team: a tile of a slot, a pass over some of its columns, one of the wave's segments, a group of the
+// segment's K blocks. The wave has segments wave, wave + waves, ... of every task.
+template <class Format, class Shape>
+struct GateUpWork {
+  M3_DEVICE_METHOD static constexpr int blocks_of(int k) { return (k + kBlockK - 1) / kBlockK; }
+  M3_DEVICE_METHOD static constexpr int segment_of(int k) { return (blocks_of(k) + kSegments - 1) / kSegments; }
+  M3_DEVICE_METHOD static constexpr int group_of_shape() {
+    if constexpr (Shape::kIsStatic) return group_of(segment_of(Shape::hidden()), Format::kDepth);
+    return Format::kDepth;
   }
-  M3_DEVICE_METHOD Step load(int step) const {
-    const int block = block_of(step);
-    if (block >= blocks) return Step{};
-    return Step{matrices.load(expert, tile * kTile, block), matrices.load(expert, intermediate + tile * kTile, block)};
+  static constexpr int kGroup = group_of_shape();
+
+  const Shared<Shape>* shared;
+  Tasks tasks;
+  int task, pass, own, group;
+  int first_slot, hidden, intermediate;
+  Team team;
+
+  M3_DEVICE_METHOD GateUpWork(Context<Shape>& context, const Team& own_team, int start, int first, int end)
+      : shared(&context.shared),
+        tasks(tasks_of_team(own_team, start, protocol::gate_up_tiles(context.shape.intermediate()) * (end - first))),
+        task(tasks.first),
+        pass(0),
+        own(0),
+        group(0),
+        first_slot(first),
+        hidden(context.shape.hidden()),
+        intermediate(context.shape.intermediate()),
+        team(own_team) {}
+
+  M3_DEVICE_METHOD int tiles() const { return protocol::gate_up_tiles(intermediate); }
+  M3_DEVICE_METHOD int slot() const { return first_slot + task / tiles(); }
+  M3_DEVICE_METHOD int tile_index() const { return task % tiles(); }
+  M3_DEVICE_METHOD int first_column() const { return pass * kPassColumns; }
+  M3_DEVICE_METHOD bool is_last_pass() const { return Shape::kMostRows <= kPassColumns || first_column() + kPassColumns >= slot_columns(*shared, slot()); }
+  M3_DEVICE_METHOD int count() const {
+    const int left = slot_columns(*shared, slot()) - first_column();
+    return left < kPassColumns ? left : kPassColumns;
+  }
+
+  M3_DEVICE_METHOD int segments() const { return protocol::ceil_div(blocks_of(hidden), segment_of(hidden)); }
+  M3_DEVICE_METHOD int own_segments() const { return kOwnSegments == 1 ? 1 : (segments() - team.wave - 1) / team.waves + 1; }
+  M3_DEVICE_METHOD int groups() const { return (segment_of(hidden) + kGroup - 1) / kGroup; }
+  M3_DEVICE_METHOD int first_block() const { return (team.wave + own * team.waves) * segment_of(hidden) + group * kGroup; }
+  // Whether groups fill segments, and segments the blocks.
+  M3_DEVICE_METHOD bool whole() const { return segment_of(hidden) % kGroup == 0 && blocks_of(hidden) % segment_of(hidden) == 0; }
+  M3_DEVICE_METHOD int steps() const {
+    if (whole()) return kGroup;
+    const int in_segment = segment_of(hidden) - group * kGroup, in_k = blocks_of(hidden) - first_block();
+    const int left = in_segment < in_k ? in_segment : in_k;
+    return left < kGroup ? left : kGroup;
+  }
+
+  M3_DEVICE_METHOD bool valid() const { return task < tasks.count; }
+  M3_DEVICE_METHOD bool ends_task() const { return group == groups() - 1 && own == own_segments() - 1; }
+  M3_DEVICE_METHOD void advance() {
+    if (++group < groups()) return;
+    group = 0;
+    if (++own < own_segments()) return;
+    own = 0;
+    const bool last = is_last_pass();
+    pass = last ? 0 : pass + 1;
+    if (last) task += tasks.stride;
+  }
+  M3_DEVICE_METHOD typename Format::Tile tile(const typename Format::Matrices& matrices) const {
+    return matrices.tile(platform::uniform(shared->slot_expert[slot()]), tile_index() * protocol::GATE_UP_ROWS, intermediate, first_block(),
+                         segment_of(hidden) % 2 == 0 && kGroup % 2 == 0);
   }
 };
 
-// Adds the segments of a column tile, applies the activation and stores MID for two neighbouring rows a thread.
-template <class Shape>
-M3_DEVICE_INLINE void store_intermediate(Context<Shape>& context, int slot, int tile, int first_column, int columns, int segments) {
+// A task whose sums this wave will add.
+struct PendingTask {
+  int number;  // since the launch began; -1: none
+  int slot, tile, first_column, count;
+  bool is_last_pass;
+
+  M3_DEVICE_METHOD int place() const { return number % kTasksInFlight; }
+  M3_DEVICE_METHOD int round() const { return number / kTasksInFlight; }
+};
+
+// Waits for a number that other waves of the block raise.
+M3_DEVICE_INLINE void wait_for_signal(int* word, int least) {
+  while (platform::signalled(word) < least) platform::pause();
+}
+
+// Adds the segments of a tile, applies the activation and stores MID, two neighbouring places of a run a lane.
+template <class Format, class Shape>
+M3_DEVICE_INLINE void store_intermediate(Context<Shape>& context, const typename Shared<Shape>::Partial& partial, const PendingTask& task, int segments) {
+  constexpr int kRows = protocol::GATE_UP_ROWS;
+  static_assert(kRows == kRun);
   const Shape& shape = context.shape;
   const int intermediate = shape.intermediate();
-  for (int item = platform::thread_index(); item < columns * kTile / 2; item += platform::block_threads()) {
-    const int column = item / (kTile / 2), row = item % (kTile / 2) * 2;
+  for (int item = platform::lane_index(); item < task.count * (kRows / 2); item += platform::kWaveWidth) {
+    const int column = item / (kRows / 2), place = item % (kRows / 2) * 2;
     Bits32 value[2];
     M3_UNROLL for (int i = 0; i < 2; ++i) {
-      const int index = column * kTile + row + i;
-      const float gate = sum_of_segments(context.shared.partial, 0, index, segments);
-      const float up = sum_of_segments(context.shared.partial, 1, index, segments);
+      const int row = Format::element(place + i);
+      const float gate = sum_of_segments(partial, row, column, segments);
+      const float up = sum_of_segments(partial, kRows + row, column, segments);
       // Rows past the matrix become the zeros that stage down's last K step reads.
-      value[i] = tile * kTile + row + i < intermediate ? float_to_bf16(swiglu(gate, up, context.arguments.constants)) : 0;
+      value[i] = task.tile * kRows + row < intermediate ? float_to_bf16(swiglu(gate, up, context.arguments.constants)) : 0;
     }
-    Bits16* mid = context.mid + protocol::mid_index(shape.rows(), intermediate, slot, first_column + column, tile * kTile + row);
+    Bits16* mid = context.mid + protocol::mid_index(shape.rows(), intermediate, task.slot, task.first_column + column, task.tile * kRows + place);
     platform::store_data(reinterpret_cast<AliasingBits32*>(mid), AliasingBits32{protocol::pack_bf16_pair(value[0], value[1])});
   }
 }
 
-// One task. `row_of_column(c)` is the row of the slot's column c; `wait_for_input` runs while the first weights are on their way.
-template <class Format, class Shape, class RowOfColumn, class WaitForInput>
-M3_DEVICE_INLINE void gate_up_task(Context<Shape>& context, int expert, int slot, int tile, int count, RowOfColumn row_of_column,
-                                   WaitForInput wait_for_input) {
-  constexpr int kColumnTiles = (Shape::kMostRows + kTile - 1) / kTile;
+// Ends a task: waits until every wave has left its sums, adds them and, with the last of the slot's columns, announces the tile.
+template <class Format, class Shape>
+M3_DEVICE_INLINE void end_task(Context<Shape>& context, const Team& team, int waves, int segments, const PendingTask& task) {
+  auto& shared = context.shared;
+  const int first = team.index * kTasksInFlight;
+  wait_for_signal(&shared.arrived[first + task.place()], waves * (task.round() + 1));
+  store_intermediate<Format>(context, shared.partial[first + task.place()], task, segments);
+  // The tasks before it are the same tile's other columns: they must be stored before the tile is announced.
+  if (task.first_column > 0) wait_for_signal(&shared.ended[first + (task.number - 1) % kTasksInFlight], (task.number - 1) / kTasksInFlight + 1);
+  platform::drain_stores();
+  platform::wave_barrier();
+  if (platform::lane_index() != 0) return;
+  platform::signal(&shared.ended[first + task.place()], task.round() + 1);
+  if (task.is_last_pass && context.may_announce(Site::DOWN)) {
+    const int index = protocol::intermediate_pair_index(context.shape.intermediate(), task.slot, task.tile);
+    platform::announce_device(context.intermediate_pairs + index, context.pair(0));
+  }
+}
+
+// The tasks of slots `first_slot` to `end_slot` - 1, shared out from block `start` on. `number` counts the team's tasks. `when_drained` runs
+// once, when the wave's last weights are on their way.
+template <class Format, class Shape, class WhenDrained>
+M3_DEVICE_INLINE void gate_up(Context<Shape>& context, const Team& team, int& number, int start, int first_slot, int end_slot, WhenDrained when_drained) {
+  using Work = GateUpWork<Format, Shape>;
+  auto& shared = context.shared;
   const Shape& shape = context.shape;
-  const int hidden = shape.hidden(), intermediate = shape.intermediate();
-  const int blocks = protocol::ceil_div(hidden, kBlockK), blocks_a_segment = segment_blocks(hidden);
-  const int segments = protocol::ceil_div(blocks, blocks_a_segment);
-  const int wave = platform::wave_index(), waves = platform::wave_count();
-  const int own_segments = wave < segments ? (segments - wave - 1) / waves + 1 : 0;
-  const int column_tiles = protocol::ceil_div(count, kTile);
-  using Source = GateUpSource<Format>;
-  const Source source{{context.arguments.w13, context.arguments.s13, 2 * intermediate, hidden}, expert, intermediate, tile, blocks_a_segment, blocks};
-  WeightRing<Source, Format::kDepth> ring(source, own_segments * blocks_a_segment);
-  wait_for_input();
-
-  platform::Accumulator gate_sum[kOwnSegments][kColumnTiles] = {}, up_sum[kOwnSegments][kColumnTiles] = {};
-  M3_UNROLL for (int own = 0; own < kOwnSegments; ++own) {
-    if (own >= own_segments) continue;
-    M3_UNROLL for (int i = 0; i < blocks_a_segment; ++i) {
-      const int step = own * blocks_a_segment + i, block = source.block_of(step);
-      const typename Source::Step weights = ring.take(step);
-      if (block >= blocks) continue;
-      platform::FragmentBf16 gate[4], up[4];
-      Format::widen(weights.gate, gate);
-      Format::widen(weights.up, up);
-      M3_UNROLL for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
-        if (column_tile >= column_tiles) continue;
-        const int first_column = column_tile * kTile;
-        const int columns = count - first_column < kTile ? count - first_column : kTile;
-        platform::FragmentBf16 x[4];
-        load_activations<Format>(x, block, protocol::hidden_stride(hidden), [&](int column) -> const Bits16* {
-          return column < columns ? context.x + protocol::x_index(hidden, row_of_column(first_column + column), 0) : nullptr;
-        });
-        platform::multiply_bf16(gate_sum[own][column_tile], gate, x, columns);
-        platform::multiply_bf16(up_sum[own][column_tile], up, x, columns);
+  const int hidden = shape.hidden(), end = protocol::hidden_stride(hidden);
+  Work work(context, team, start, first_slot, end_slot);
+  const int segments = work.segments(), waves = segments < team.waves ? segments : team.waves;
+  if (team.wave >= waves) return;
+  const auto activations_of = [&](const Work& place) {
+    const int first = shared.slot_first[place.slot()];
+    return Activations::of<Format>(place.first_column(), place.count(), place.first_block(), [&](int column) -> const Bits16* {
+      return context.x + protocol::x_index(hidden, row_of_pick(shape, shared.column_pick[first + column]), 0);
+    });
+  };
+  WeightStream<Format, Work> stream({context.arguments.w13, context.arguments.s13, 2 * shape.intermediate(), hidden}, work);
+  platform::ColumnsBf16 columns[2][4];
+  Activations now{};
+  if (work.valid()) {
+    now = activations_of(work);
+    now.load<Format>(columns[0], 0, end, work.whole());
+  }
+  PendingTask pending{-1, 0, 0, 0, 0, false};
+  platform::Accumulator sum[kOwnSegments] = {};
+  bool told = false;
+  M3_ROLLED while (work.valid()) {
+    Work following = work;
+    following.advance();
+    const bool more = following.valid();
+    const Activations next = more ? activations_of(following) : now;
+    multiply_group<Format>(sum[work.own], stream, columns, now, work.steps(), work.count(), end, work.whole(),
+                           [&](platform::ColumnsBf16 (&into)[4]) { next.load<Format>(into, 0, end, work.whole()); });
+    if (!told && stream.drained()) {
+      when_drained();
+      told = true;
+    }
+    if (work.ends_task()) {
+      const int place = number % kTasksInFlight, index = team.index * kTasksInFlight + place;
+      wait_for_signal(&shared.ended[index], number / kTasksInFlight);
+      M3_UNROLL for (int own = 0; own < kOwnSegments; ++own) {
+        if (own < work.own_segments()) store_partial(shared.partial[index][team.wave + team.waves * own], sum[own]);
+        sum[own] = {};
       }
+      platform::wave_barrier();
+      if (platform::lane_index() == 0) platform::signal_add(&shared.arrived[index], 1);
+      if (pending.number >= 0) {
+        end_task<Format>(context, team, waves, segments, pending);
+        pending.number = -1;
+      }
+      if (number % waves == team.wave) pending = {number, work.slot(), work.tile_index(), work.first_column(), work.count(), work.is_last_pass()};
+      ++number;
     }
+    work = following;
+    now = next;
   }
-  M3_UNROLL for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
-    if (column_tile >= column_tiles) continue;
-    const int first_column = column_tile * kTile;
-    M3_UNROLL for (int own = 0; own < kOwnSegments; ++own) {
-      if (own >= own_segments) continue;
-      store_partial(context.shared.partial[wave + waves * own][0], gate_sum[own][column_tile]);
-      store_partial(context.shared.partial[wave + waves * own][1], up_sum[own][column_tile]);
-    }
-    platform::block_barrier();
-    store_intermediate(context, slot, tile, first_column, count - first_column < kTile ? count - first_column : kTile, segments);
-    platform::drain_stores();
-    platform::block_barrier();
-  }
-  if (platform::thread_index() == 0 && context.may_announce(Site::DOWN)) {
-    platform::announce_device(context.intermediate_pairs + protocol::intermediate_pair_index(intermediate, slot, tile), context.pair(0));
-  }
+  if (pending.number >= 0) end_task<Format>(context, team, waves, segments, pending);
+  if (!told) when_drained();
 }
 
-// Stage shared_up: the shared expert (the last one) over the valid rows, slot 0. Waits for X, with weights already on their way.
+// Stages shared_up, table and up. Stage shared_up is the shared expert over the rows that are not padded, slot 0; stage up the picked experts
+// by ascending id, slots 1 and up. When a wave's last gate and up weights are on their way, its first weights of stage down follow them.
+// One loop, so that the code of the products exists once.
 template <class Format, class Shape>
-M3_DEVICE_INLINE void shared_up(Context<Shape>& context) {
-  const int count = context.shared.valid_count;
-  if (count == 0) return;
-  const Tasks tasks = tasks_of_block(protocol::SHARED_UP_START, protocol::gate_up_tiles(context.shape.intermediate()));
-  bool x_came = false;
-  for (int tile = tasks.first; tile < tasks.count; tile += tasks.stride) {
-    gate_up_task<Format>(
-        context, context.shape.experts(), 0, tile, count, [&](int column) { return static_cast<int>(context.shared.valid_row[column]); },
-        [&] {
-          if (!x_came) wait_for_x(context, Site::ROUTER);
-          x_came = true;
-        });
-  }
-}
-
-// Stage up: the picked experts by ascending id, slots 1 and up. The table says who they are; X is complete by then, but this block has not
-// looked at it.
-template <class Format, class Shape>
-M3_DEVICE_INLINE void up(Context<Shape>& context) {
-  const int tiles = protocol::gate_up_tiles(context.shape.intermediate()), top_k = context.shape.top_k();
-  const Tasks tasks = tasks_of_block(protocol::UP_START, tiles * context.shared.routed_count);
-  bool x_came = false;
-  for (int task = tasks.first; task < tasks.count; task += tasks.stride) {
-    const int routed = task / tiles, tile = task % tiles;
-    const int first = context.shared.slot_first[routed], count = context.shared.slot_first[routed + 1] - first;
-    gate_up_task<Format>(
-        context, context.shared.slot_expert[routed], 1 + routed, tile, count,
-        [&](int column) { return context.shared.sorted_pick[first + column] / top_k; },
-        [&] {
-          if (!x_came) wait_for_x(context, Site::UP);
-          x_came = true;
-        });
+M3_DEVICE_INLINE void shared_up_table_up(Context<Shape>& context) {
+  const Team team = team_of_wave();
+  int number = 0;
+  M3_ROLLED for (int routed = 0; routed < 2; ++routed) {
+    if (routed) table(context);
+    context.stamp(6 + routed);
+    const int slots = routed ? context.shared.slot_count : slot_columns(context.shared, 0) > 0 ? 1 : 0;
+    gate_up<Format>(context, team, number, routed ? protocol::UP_START : protocol::SHARED_UP_START, routed, slots, [&] {
+      if (routed) prefetch_down<Format>(context);
+    });
   }
 }
 

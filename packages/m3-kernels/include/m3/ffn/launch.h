@@ -9,8 +9,10 @@
 #include "m3/ffn/finish.h"
 #include "m3/ffn/gate_up.h"
 #include "m3/ffn/norm.h"
+#include "m3/ffn/prefetch.h"
 #include "m3/ffn/push.h"
 #include "m3/ffn/reduce.h"
+#include "m3/ffn/reduce_rows.h"
 #include "m3/ffn/route.h"
 #include "m3/ffn/router.h"
 #include "m3/ffn/table.h"
@@ -21,26 +23,28 @@ template <class Format, class Shape>
 M3_DEVICE_INLINE void launch(const Arguments& arguments, Shared<Shape>& shared) {
   if (arguments.mode == static_cast<int>(Mode::skip)) return;
   Context<Shape> context(arguments, shared);
+  prefetch_known<Format>(context);
   if (begin(context)) {
-    list_valid_rows(context);
     context.stamp(0);
     context.record(protocol::FLIGHT_LAUNCH);
     push(context);
     context.stamp(1);
-    reduce(context);
-    context.stamp(2);
-    norm(context);
+    list_valid_rows(context);
+    if constexpr (platform::kWholeRows) {
+      context.stamp(2);
+      reduce_rows<Format>(context);
+    } else {
+      reduce(context);
+      context.stamp(2);
+      norm<Format>(context);
+    }
     context.stamp(3);
-    router(context);
+    router<Format>(context);
     context.stamp(4);
     route(context);
     platform::block_barrier();
     context.stamp(5);
-    shared_up<Format>(context);
-    context.stamp(6);
-    table(context);
-    context.stamp(7);
-    up<Format>(context);
+    shared_up_table_up<Format>(context);
     context.stamp(8);
     if (context.flight_outcome() == 0) context.record(protocol::FLIGHT_DOWN);
     down<Format>(context);

@@ -1,28 +1,43 @@
 // Stage table: every block learns every row's picks and sorts them by expert: its own copy of the slot table, in shared memory.
 // Waits for the route pairs. Reference: m3_kernels.reference.table.
-//
-// Slot 0 is the shared expert over the valid rows; slot 1 + i is the i-th picked expert by ascending id, its columns by ascending row.
 #pragma once
 #include "m3/ffn/context.h"
 
 namespace m3::ffn {
 
-// The rows of the shared expert, known from the slots alone: called when the launch begins.
+// Slot 0, the shared expert, known from the slots alone: filled when the launch begins.
 template <class Shape>
 M3_DEVICE_INLINE void list_valid_rows(Context<Shape>& context) {
-  const int rows = context.shape.rows();
+  auto& shared = context.shared;
+  const int rows = context.shape.rows(), top_k = context.shape.top_k();
+  for (int slot = platform::thread_index(); slot < Shared<Shape>::kMostSlots; slot += platform::block_threads()) shared.slot_ready[slot] = 0;
+  for (int place = platform::thread_index(); place < platform::kMostTeams * kTasksInFlight; place += platform::block_threads()) {
+    shared.arrived[place] = shared.ended[place] = 0;
+  }
   for (int row = platform::thread_index(); row < rows; row += platform::block_threads()) {
     int before = 0;
-    for (int other = 0; other < row; ++other) before += context.is_padded(other) ? 0 : 1;
-    if (!context.is_padded(row)) context.shared.valid_row[before] = static_cast<short>(row);
-    if (row == rows - 1) context.shared.valid_count = before + (context.is_padded(row) ? 0 : 1);
+    for (int other = 0; other < row; ++other) before += 1 - shared.padded[other];
+    if (!context.is_padded(row)) shared.column_pick[before] = static_cast<short>(top_k * rows + row);
+    if (row != rows - 1) continue;
+    shared.slot_expert[0] = static_cast<short>(context.shape.experts());
+    shared.slot_first[0] = 0;
+    shared.slot_first[1] = static_cast<short>(before + 1 - shared.padded[row]);
   }
+}
+
+// The row of a pick; see protocol's `picks`.
+template <class Shape>
+M3_DEVICE_INLINE int row_of_pick(const Shape& shape, int pick) {
+  const int routed = shape.top_k() * shape.rows();
+  return pick < routed ? pick / shape.top_k() : pick - routed;
 }
 
 template <class Shape>
 M3_DEVICE_INLINE void read_picks(Context<Shape>& context) {
   const int top_k = context.shape.top_k(), experts = context.shape.experts(), picks = context.shape.rows() * top_k;
   bool came = true;
+  // The table looks at four picks at a time.
+  for (int pick = picks + platform::thread_index(); pick < picks + 3; pick += platform::block_threads()) context.shared.pick_expert[pick] = -1;
   for (int pick = platform::thread_index(); pick < picks; pick += platform::block_threads()) {
     Bits64 word[2];
     const Bits64* pair = context.route_pairs + protocol::route_pair_index(top_k, pick / top_k, pick % top_k);
@@ -37,42 +52,68 @@ M3_DEVICE_INLINE void read_picks(Context<Shape>& context) {
   context.note(came);
 }
 
+// The sum of `value` over lower lanes, and over the wave.
+M3_DEVICE_INLINE void sum_over_lanes(int value, int& before, int& total) {
+  before = 0;
+  total = value;
+  M3_UNROLL for (int distance = 1; distance < platform::kWaveWidth; distance *= 2) {
+    const int other = platform::shuffle_xor(total, distance);
+    if (platform::lane_index() & distance) before += other;
+    total += other;
+  }
+}
+
+// A thread an expert: it counts the expert's picks, learns from the others how many slots and columns come before, and lists the picks.
 template <class Shape>
 M3_DEVICE_INLINE void table(Context<Shape>& context) {
+  constexpr int kPickWords = (Shared<Shape>::kMostPicks + 31) / 32;
+  // Slots in the upper, columns in the lower half of one number, so that both are summed at once.
+  constexpr int kSlot = 1 << 16;
   auto& shared = context.shared;
-  const int picks = context.shape.rows() * context.shape.top_k();
+  const int experts = context.shape.experts(), picks = context.shape.rows() * context.shape.top_k();
+  const int wave = platform::wave_index();
   read_picks(context);
   platform::block_barrier();
-  // A pick's place is the number of picks that go before it: those of a lower expert, and earlier ones of the same.
-  for (int pick = platform::thread_index(); pick < picks; pick += platform::block_threads()) {
-    const int expert = shared.pick_expert[pick];
-    int lower = 0, same_before = 0;
-    for (int other = 0; other < picks; ++other) {
-      const int other_expert = shared.pick_expert[other];
-      lower += other_expert >= 0 && other_expert < expert;
-      same_before += other_expert == expert && other < pick;
+  int listed = kSlot + shared.slot_first[1];
+  for (int base = 0; base < experts; base += platform::block_threads()) {
+    const int expert = base + platform::thread_index();
+    Bits32 picked[kPickWords];
+    int count = 0;
+    M3_UNROLL for (int word = 0; word < kPickWords; ++word) {
+      picked[word] = 0;
+      if (32 * word >= picks || expert >= experts) continue;
+      const Bytes16* four = reinterpret_cast<const Bytes16*>(shared.pick_expert + 32 * word);
+      const int end = picks - 32 * word < 32 ? picks - 32 * word : 32;
+      for (int i = 0; i < end; i += 4, ++four) {
+        M3_UNROLL for (int k = 0; k < 4; ++k) picked[word] |= static_cast<Bits32>(static_cast<int>(four->word[k]) == expert) << (i + k);
+      }
+      count += platform::count_bits(picked[word]);
     }
-    shared.first_of_expert[pick] = expert >= 0 && same_before == 0;
-    if (expert >= 0) shared.sorted_pick[lower + same_before] = static_cast<short>(pick);
-    shared.pick_slot[pick] = static_cast<short>(lower);
-  }
-  platform::block_barrier();
-  for (int pick = platform::thread_index(); pick < picks; pick += platform::block_threads()) {
-    if (!shared.first_of_expert[pick]) continue;
-    const int expert = shared.pick_expert[pick];
-    int slots_before = 0;
-    for (int other = 0; other < picks; ++other) slots_before += shared.first_of_expert[other] && shared.pick_expert[other] < expert;
-    shared.slot_expert[slots_before] = static_cast<short>(expert);
-    shared.slot_first[slots_before] = shared.pick_slot[pick];
+    int before, total;
+    sum_over_lanes(count > 0 ? kSlot + count : 0, before, total);
+    if (platform::lane_index() == 0) shared.wave_total[wave] = total;
+    platform::block_barrier();
+    for (int other = 0; other < platform::wave_count(); ++other) {
+      if (other < wave) before += shared.wave_total[other];
+    }
+    before += listed;
+    for (int other = 0; other < platform::wave_count(); ++other) listed += shared.wave_total[other];
+    if (count > 0) {
+      const int slot = before / kSlot;
+      int column = before % kSlot;
+      shared.slot_expert[slot] = static_cast<short>(expert);
+      shared.slot_first[slot] = static_cast<short>(column);
+      M3_UNROLL for (int word = 0; word < kPickWords; ++word) {
+        for (Bits32 left = picked[word]; left != 0; left &= left - 1) {
+          shared.column_pick[column++] = static_cast<short>(32 * word + platform::lowest_bit(left));
+        }
+      }
+    }
+    platform::block_barrier();
   }
   if (platform::thread_index() == 0) {
-    int routed = 0, valid_picks = 0;
-    for (int pick = 0; pick < picks; ++pick) {
-      routed += shared.first_of_expert[pick];
-      valid_picks += shared.pick_expert[pick] >= 0;
-    }
-    shared.routed_count = routed;
-    shared.slot_first[routed] = static_cast<short>(valid_picks);
+    shared.slot_count = listed / kSlot;
+    shared.slot_first[listed / kSlot] = static_cast<short>(listed % kSlot);
   }
   platform::block_barrier();
 }

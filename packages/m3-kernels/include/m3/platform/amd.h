@@ -49,17 +49,29 @@ M3_DEVICE_INLINE T shuffle_xor(T value, int mask) {
   return __builtin_bit_cast(T, __builtin_amdgcn_ds_bpermute((lane_index() ^ mask) << 2, __builtin_bit_cast(int, value)));
 }
 
+M3_DEVICE_INLINE int uniform(int value) { return __builtin_amdgcn_readfirstlane(value); }
+M3_DEVICE_INLINE int of_first_lane(int value) { return uniform(value); }
+
+constexpr int kMostTeams = 1;
+
 M3_DEVICE_INLINE void set_flag(int* flag) { __hip_atomic_store(flag, 1, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP); }
 M3_DEVICE_INLINE bool flag_is_set(int* flag) { return __hip_atomic_load(flag, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP) != 0; }
+
+M3_DEVICE_INLINE void signal(int* word, int value) { __hip_atomic_store(word, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_WORKGROUP); }
+M3_DEVICE_INLINE void signal_add(int* word, int value) { __hip_atomic_fetch_add(word, value, __ATOMIC_ACQ_REL, __HIP_MEMORY_SCOPE_WORKGROUP); }
+M3_DEVICE_INLINE int signalled(int* word) { return __hip_atomic_load(word, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_WORKGROUP); }
 
 // ---- time ----
 
 M3_DEVICE_INLINE long long clock_ticks() { return static_cast<long long>(__builtin_readsteadycounter()); }
+M3_DEVICE_INLINE long long stamp_ticks() { return clock_ticks(); }
+constexpr int kPollsALook = 1;
 M3_DEVICE_INLINE void pause() { __builtin_amdgcn_s_sleep(1); }
 
 // ---- words ----
 
 M3_DEVICE_INLINE Bits64 load_device(const Bits64* word) { return __hip_atomic_load(word, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT); }
+M3_DEVICE_INLINE Bits64 load_device_data(const Bits64* word) { return load_device(word); }
 M3_DEVICE_INLINE Bits64 load_system(const Bits64* word) { return __hip_atomic_load(word, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM); }
 M3_DEVICE_INLINE void store_device(Bits64* word, Bits64 value) { __hip_atomic_store(word, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT); }
 M3_DEVICE_INLINE void store_system(Bits64* word, Bits64 value) { __hip_atomic_store(word, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM); }
@@ -112,16 +124,28 @@ M3_DEVICE_INLINE void store_data(T* address, T value) {
 }
 // s_waitcnt vmcnt(0): every store of the wave has reached its scope. The other counters are left alone.
 M3_DEVICE_INLINE void drain_stores() { __builtin_amdgcn_s_waitcnt(0x0F70); }
-M3_DEVICE_INLINE Bytes16 load_streamed(const void* address) {
+M3_DEVICE_INLINE void load_streamed(bool wanted, const void* address, Bytes16& bytes) {
   typedef Bits32 Four __attribute__((ext_vector_type(4)));
-  return __builtin_bit_cast(Bytes16, __builtin_nontemporal_load(static_cast<const Four*>(address)));
+  if (wanted) bytes = __builtin_bit_cast(Bytes16, __builtin_nontemporal_load(static_cast<const Four*>(address)));
 }
+M3_DEVICE_INLINE void load_byte(bool wanted, const unsigned char* address, Bits32& value) {
+  if (wanted) value = *address;
+}
+
+template <class T>
+M3_DEVICE_INLINE T load_kept(const T* address) {
+  return *address;
+}
+// No instruction fills a cache without a register to load into.
+M3_DEVICE_INLINE void prefetch(const void*, int) {}
 
 // ---- numbers ----
 
 M3_DEVICE_INLINE float bits_to_float(Bits32 bits) { return __builtin_bit_cast(float, bits); }
 M3_DEVICE_INLINE Bits32 float_to_bits(float value) { return __builtin_bit_cast(Bits32, value); }
 M3_DEVICE_INLINE float exp2_of(float x) { return __builtin_amdgcn_exp2f(x); }
+M3_DEVICE_INLINE int count_bits(Bits32 bits) { return __builtin_popcount(bits); }
+M3_DEVICE_INLINE int lowest_bit(Bits32 bits) { return __builtin_ctz(bits); }
 M3_DEVICE_INLINE float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
 M3_DEVICE_INLINE float reciprocal_root(float x) { return __builtin_amdgcn_rsqf(x); }
 
@@ -135,22 +159,31 @@ struct Accumulator {
   static constexpr int kValues = 4;
   float value[kValues];
 };
+constexpr int kTileColumns = 16;
 constexpr int kFragmentRows = 1;
+constexpr int kFragmentColumns = 1;
 
 M3_DEVICE_INLINE int fragment_row(int lane, int) { return lane % 16; }
+M3_DEVICE_INLINE int fragment_column(int lane, int) { return lane % 16; }
 M3_DEVICE_INLINE int fragment_group(int lane) { return lane / 16; }
 M3_DEVICE_INLINE int accumulator_row(int lane, int i) { return 4 * (lane / 16) + i; }
 M3_DEVICE_INLINE int accumulator_column(int lane, int) { return lane % 16; }
 
-struct FragmentBf16 {
+struct RowsBf16 {
   Bytes16 chunk[kFragmentRows];
 };
-struct FragmentF32 {
+struct RowsF32 {
   Bytes16 chunk[kFragmentRows];
+};
+struct ColumnsBf16 {
+  Bytes16 chunk[kFragmentColumns];
+};
+struct ColumnsF32 {
+  Bytes16 chunk[kFragmentColumns];
 };
 
 template <int kSteps>
-M3_DEVICE_INLINE void multiply_bf16(Accumulator& sum, const FragmentBf16 (&a)[kSteps], const FragmentBf16 (&b)[kSteps], int) {
+M3_DEVICE_INLINE void multiply_bf16(Accumulator& sum, const RowsBf16 (&a)[kSteps], const ColumnsBf16 (&b)[kSteps], int) {
   Four total = __builtin_bit_cast(Four, sum);
   M3_UNROLL for (int step = 0; step < kSteps; ++step) {
 #if defined(__gfx950__)
@@ -171,7 +204,7 @@ M3_DEVICE_INLINE void multiply_bf16(Accumulator& sum, const FragmentBf16 (&a)[kS
 }
 
 template <int kSteps>
-M3_DEVICE_INLINE void multiply_f32(Accumulator& sum, const FragmentF32 (&a)[kSteps], const FragmentF32 (&b)[kSteps], int) {
+M3_DEVICE_INLINE void multiply_f32(Accumulator& sum, const RowsF32 (&a)[kSteps], const ColumnsF32 (&b)[kSteps], int) {
   Four total = __builtin_bit_cast(Four, sum);
   M3_UNROLL for (int step = 0; step < kSteps; ++step) {
     M3_UNROLL for (int i = 0; i < 4; ++i) {
@@ -189,7 +222,7 @@ namespace m3::platform {
 
 // Eight FP4 codes times a scale, as four pairs of bf16.
 #if defined(__gfx950__)
-M3_DEVICE_INLINE void widen_fp4(Bits32 codes, Bits32 scale_code, Bits32 (&pairs)[4]) {
+M3_DEVICE_INLINE void widen_fp4_run(Bits32 codes, Bits32 scale_code, Bits32 (&pairs)[4]) {
   // What the instruction makes of exponent fields 0 and 255 is not documented; those scales are rare and take the exact path.
   if (scale_code == 0 || scale_code == 255) return widen_fp4_by_arithmetic(codes, scale_code, pairs);
   const float scale = bits_to_float(scale_code << 23);
@@ -199,7 +232,21 @@ M3_DEVICE_INLINE void widen_fp4(Bits32 codes, Bits32 scale_code, Bits32 (&pairs)
   pairs[3] = __builtin_bit_cast(Bits32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp4(codes, scale, 3));
 }
 #else
-M3_DEVICE_INLINE void widen_fp4(Bits32 codes, Bits32 scale_code, Bits32 (&pairs)[4]) { widen_fp4_by_arithmetic(codes, scale_code, pairs); }
+M3_DEVICE_INLINE void widen_fp4_run(Bits32 codes, Bits32 scale_code, Bits32 (&pairs)[4]) { widen_fp4_by_arithmetic(codes, scale_code, pairs); }
 #endif
+template <bool>
+M3_DEVICE_INLINE void widen_fp4(const Bytes16 (&codes)[kFragmentRows], const Bits32 (&scale_code)[kFragmentRows], RowsBf16 (&rows)[4]) {
+  M3_UNROLL for (int run = 0; run < 4; ++run) {
+    M3_UNROLL for (int chunk = 0; chunk < kFragmentRows; ++chunk) widen_fp4_run(codes[chunk].word[run], scale_code[chunk], rows[run].chunk[chunk].word);
+  }
+}
+M3_DEVICE_INLINE constexpr int fp4_element(int place) { return place; }
+
+// ---- schedule ----
+
+constexpr bool kWholeRows = false;
+constexpr int kDownTasks = 1;
+constexpr bool kPrefetchKnown = false;
+constexpr int kPrefetchShares = 0;
 
 }  // namespace m3::platform

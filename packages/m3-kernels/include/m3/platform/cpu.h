@@ -45,15 +45,35 @@ M3_DEVICE_INLINE T shuffle_xor(T value, int mask) {
   return other;
 }
 
+M3_DEVICE_INLINE int uniform(int value) { return value; }
+M3_DEVICE_INLINE int of_first_lane(int value) {
+  cpu::Block& block = *cpu::current;
+  cpu::WaveExchange& exchange = block.exchange();
+  const int phase = block.exchange_phase();
+  if (block.lane() == 0) std::memcpy(&exchange.word[phase][0], &value, 4);
+  block.wave_barrier();
+  int first;
+  std::memcpy(&first, &exchange.word[phase][0], 4);
+  return first;
+}
+
+constexpr int kMostTeams = 1;
+
 M3_DEVICE_INLINE void set_flag(int* flag) { std::atomic_ref<int>(*flag).store(1, std::memory_order_relaxed); }
 M3_DEVICE_INLINE bool flag_is_set(int* flag) { return std::atomic_ref<int>(*flag).load(std::memory_order_relaxed) != 0; }
+
+M3_DEVICE_INLINE void signal(int* word, int value) { std::atomic_ref<int>(*word).store(value, std::memory_order_release); }
+M3_DEVICE_INLINE void signal_add(int* word, int value) { std::atomic_ref<int>(*word).fetch_add(value, std::memory_order_acq_rel); }
+M3_DEVICE_INLINE int signalled(int* word) { return std::atomic_ref<int>(*word).load(std::memory_order_acquire); }
 
 // ---- time ----
 
 M3_DEVICE_INLINE long long clock_ticks() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
+M3_DEVICE_INLINE long long stamp_ticks() { return clock_ticks(); }
 M3_DEVICE_INLINE void pause() { cpu::current->pause(); }
+constexpr int kPollsALook = 1;
 
 // ---- words ----
 // ThreadSanitizer does not model fences, so the order lives in the accesses: polls acquire, announcements release.
@@ -63,6 +83,7 @@ constexpr std::memory_order kAnnounce = std::memory_order_release;
 M3_DEVICE_INLINE Bits64 load_device(const Bits64* word) {
   return std::atomic_ref<Bits64>(*const_cast<Bits64*>(word)).load(std::memory_order_acquire);
 }
+M3_DEVICE_INLINE Bits64 load_device_data(const Bits64* word) { return load_device(word); }
 M3_DEVICE_INLINE Bits64 load_system(const Bits64* word) { return load_device(word); }
 M3_DEVICE_INLINE void store_device(Bits64* word, Bits64 value) { std::atomic_ref<Bits64>(*word).store(value, std::memory_order_relaxed); }
 M3_DEVICE_INLINE void store_system(Bits64* word, Bits64 value) { store_device(word, value); }
@@ -85,7 +106,17 @@ M3_DEVICE_INLINE void store_data(T* address, T value) {
   *address = value;
 }
 M3_DEVICE_INLINE void drain_stores() {}
-M3_DEVICE_INLINE Bytes16 load_streamed(const void* address) { return *static_cast<const Bytes16*>(address); }
+M3_DEVICE_INLINE void load_streamed(bool wanted, const void* address, Bytes16& bytes) {
+  if (wanted) bytes = *static_cast<const Bytes16*>(address);
+}
+M3_DEVICE_INLINE void load_byte(bool wanted, const unsigned char* address, Bits32& value) {
+  if (wanted) value = *address;
+}
+template <class T>
+M3_DEVICE_INLINE T load_kept(const T* address) {
+  return *address;
+}
+M3_DEVICE_INLINE void prefetch(const void*, int) {}
 
 // ---- numbers ----
 
@@ -111,28 +142,39 @@ M3_DEVICE_INLINE float exp2_of(float x) {
   for (int i = 9; i >= 0; --i) power = power * rest + kCoefficients[i];
   return static_cast<float>(std::ldexp(power, static_cast<int>(whole)));
 }
+M3_DEVICE_INLINE int count_bits(Bits32 bits) { return __builtin_popcount(bits); }
+M3_DEVICE_INLINE int lowest_bit(Bits32 bits) { return __builtin_ctz(bits); }
 M3_DEVICE_INLINE float reciprocal(float x) { return 1.0f / x; }
 M3_DEVICE_INLINE float reciprocal_root(float x) { return 1.0f / std::sqrt(x); }
 
 // ---- tiles ----
 
+constexpr int kTileColumns = kWaveWidth == 64 ? 16 : 8;
 struct Accumulator {
-  static constexpr int kValues = 256 / kWaveWidth;
+  static constexpr int kValues = 16 * kTileColumns / kWaveWidth;
   float value[kValues];
 };
 constexpr int kFragmentRows = 64 / kWaveWidth;
+constexpr int kFragmentColumns = 1;
 
 // Waves of 64 lanes use the map of the AMD target, waves of 32 that of the NVIDIA target: stages may rely on neither.
 M3_DEVICE_INLINE int fragment_row(int lane, int chunk) { return kWaveWidth == 64 ? lane % 16 : lane / 4 + 8 * chunk; }
+M3_DEVICE_INLINE int fragment_column(int lane, int) { return kWaveWidth == 64 ? lane % 16 : lane / 4; }
 M3_DEVICE_INLINE int fragment_group(int lane) { return kWaveWidth == 64 ? lane / 16 : lane % 4; }
-M3_DEVICE_INLINE int accumulator_row(int lane, int i) { return kWaveWidth == 64 ? 4 * (lane / 16) + i : lane / 4 + 8 * (i / 2 % 2); }
-M3_DEVICE_INLINE int accumulator_column(int lane, int i) { return kWaveWidth == 64 ? lane % 16 : 8 * (i / 4) + 2 * (lane % 4) + i % 2; }
+M3_DEVICE_INLINE int accumulator_row(int lane, int i) { return kWaveWidth == 64 ? 4 * (lane / 16) + i : lane / 4 + 8 * (i / 2); }
+M3_DEVICE_INLINE int accumulator_column(int lane, int i) { return kWaveWidth == 64 ? lane % 16 : 2 * (lane % 4) + i % 2; }
 
-struct FragmentBf16 {
+struct RowsBf16 {
   Bytes16 chunk[kFragmentRows];
 };
-struct FragmentF32 {
+struct RowsF32 {
   Bytes16 chunk[kFragmentRows];
+};
+struct ColumnsBf16 {
+  Bytes16 chunk[kFragmentColumns];
+};
+struct ColumnsF32 {
+  Bytes16 chunk[kFragmentColumns];
 };
 
 M3_DEVICE_INLINE float bits_to_float(Bits32 bits) {
@@ -148,8 +190,8 @@ M3_DEVICE_INLINE Bits32 float_to_bits(float value) {
 
 namespace cpu {
 
-template <int kRun, int kSteps, class Fragment>
-M3_DEVICE_INLINE void multiply(Accumulator& sum, const Fragment (&a)[kSteps], const Fragment (&b)[kSteps], int columns) {
+template <int kRun, int kSteps, class Rows, class Columns>
+M3_DEVICE_INLINE void multiply(Accumulator& sum, const Rows (&a)[kSteps], const Columns (&b)[kSteps], int columns) {
   static_assert(4 * kRun * kSteps <= kTileDepth);
   Block& block = *current;
   TileExchange& tile = block.exchange().tile[block.exchange_phase()];
@@ -157,9 +199,10 @@ M3_DEVICE_INLINE void multiply(Accumulator& sum, const Fragment (&a)[kSteps], co
   for (int chunk = 0; chunk < kFragmentRows; ++chunk) {
     const int row = fragment_row(lane, chunk);
     for (int step = 0; step < kSteps; ++step) tile.a[step][group][row] = a[step].chunk[chunk];
-    if (row >= columns) continue;
+  }
+  if (const int column = fragment_column(lane, 0); column < columns) {
     for (int step = 0; step < kSteps; ++step) {
-      std::memcpy(reinterpret_cast<char*>(tile.b[row]) + (4 * step + group) * sizeof(Bytes16), &b[step].chunk[chunk], sizeof(Bytes16));
+      std::memcpy(reinterpret_cast<char*>(tile.b[column]) + (4 * step + group) * sizeof(Bytes16), &b[step].chunk[0], sizeof(Bytes16));
     }
   }
   for (int i = 0; i < Accumulator::kValues; ++i) tile.sum[accumulator_column(lane, i)][accumulator_row(lane, i)] = sum.value[i];
@@ -171,11 +214,11 @@ M3_DEVICE_INLINE void multiply(Accumulator& sum, const Fragment (&a)[kSteps], co
 }  // namespace cpu
 
 template <int kSteps>
-M3_DEVICE_INLINE void multiply_bf16(Accumulator& sum, const FragmentBf16 (&a)[kSteps], const FragmentBf16 (&b)[kSteps], int columns) {
+M3_DEVICE_INLINE void multiply_bf16(Accumulator& sum, const RowsBf16 (&a)[kSteps], const ColumnsBf16 (&b)[kSteps], int columns) {
   cpu::multiply<8>(sum, a, b, columns);
 }
 template <int kSteps>
-M3_DEVICE_INLINE void multiply_f32(Accumulator& sum, const FragmentF32 (&a)[kSteps], const FragmentF32 (&b)[kSteps], int columns) {
+M3_DEVICE_INLINE void multiply_f32(Accumulator& sum, const RowsF32 (&a)[kSteps], const ColumnsF32 (&b)[kSteps], int columns) {
   cpu::multiply<4>(sum, a, b, columns);
 }
 
@@ -185,6 +228,23 @@ M3_DEVICE_INLINE void multiply_f32(Accumulator& sum, const FragmentF32 (&a)[kSte
 
 namespace m3::platform {
 
-M3_DEVICE_INLINE void widen_fp4(Bits32 codes, Bits32 scale_code, Bits32 (&pairs)[4]) { widen_fp4_by_arithmetic(codes, scale_code, pairs); }
+template <bool>
+M3_DEVICE_INLINE void widen_fp4(const Bytes16 (&codes)[kFragmentRows], const Bits32 (&scale_code)[kFragmentRows], RowsBf16 (&rows)[4]) {
+  M3_UNROLL for (int run = 0; run < 4; ++run) {
+    M3_UNROLL for (int chunk = 0; chunk < kFragmentRows; ++chunk) widen_fp4_by_arithmetic(codes[chunk].word[run], scale_code[chunk], rows[run].chunk[chunk].word);
+  }
+}
+M3_DEVICE_INLINE constexpr int fp4_element(int place) { return place; }
+
+// ---- schedule ----
+
+#ifdef M3_WHOLE_ROWS
+constexpr bool kWholeRows = true;
+#else
+constexpr bool kWholeRows = false;
+#endif
+constexpr int kDownTasks = 1;
+constexpr bool kPrefetchKnown = false;
+constexpr int kPrefetchShares = 0;
 
 }  // namespace m3::platform

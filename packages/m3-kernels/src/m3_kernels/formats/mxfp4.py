@@ -29,7 +29,7 @@ def e8m0_to_float(codes: Tensor) -> Tensor:
 
 def unpack(codes: Tensor) -> Tensor:
     """fp32 element values, two a byte, the even K index in the low nibble: [..., bytes] to [..., 2 * bytes]."""
-    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=torch.float32)
+    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=torch.float32, device=codes.device)
     both = torch.stack((codes & 15, codes >> 4), dim=-1).to(torch.int64)
     return table[both].flatten(-2)
 

@@ -6,6 +6,10 @@ import ctypes
 from typing import ClassVar
 
 from m3_core.errors import BuildError
+from m3_core.layout import ScratchLayout
+from m3_core.work import WORLD_SIZES
+
+MOST_RANKS = max(WORLD_SIZES)
 
 
 class Sizes(ctypes.Structure):
@@ -14,6 +18,19 @@ class Sizes(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, type]]] = [
         (name, ctypes.c_int) for name in ("rows", "hidden", "intermediate", "experts", "top_k", "world", "max_rows")
     ]
+
+
+class Regions(ctypes.Structure):
+    """``m3::ffn::Regions``."""
+
+    _fields_: ClassVar[list[tuple[str, type]]] = [
+        (name, ctypes.c_int) for name in ("x_ready", "logit", "route", "intermediate_ready", "stream", "x", "mid", "timeline")
+    ]
+
+    @classmethod
+    def of(cls, layout: ScratchLayout) -> Regions:
+        """The regions of a row count's scratch."""
+        return cls(*(getattr(layout, f"{name}_offset") for name, _ in cls._fields_))
 
 
 class Constants(ctypes.Structure):
@@ -37,7 +54,6 @@ _POINTERS = (
     "s2",
     "scratch",
     "epoch_words",
-    "peers",
     "injection",
     "out",
     "residual_out",
@@ -51,7 +67,9 @@ class Arguments(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, type]]] = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
         ("wait_ticks", ctypes.c_longlong),
+        ("peers", ctypes.c_longlong * MOST_RANKS),
         ("sizes", Sizes),
+        ("regions", Regions),
         ("constants", Constants),
         *((name, ctypes.c_int) for name in ("rank", "layer", "handshake", "mode", "timeline", "flight_launches")),
     ]

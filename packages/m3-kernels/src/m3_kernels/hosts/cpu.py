@@ -6,11 +6,15 @@ import ctypes
 import os
 from collections.abc import Sequence
 
+import torch
+
 from m3_core.errors import ConfigurationError, ResourceClosed, ResourceError
+from m3_core.layout import ERROR_WORDS_BYTES as FAULT_BYTES
 from m3_kernels.build.cpu import default_library
 from m3_kernels.hosts.arguments import Arguments, require_layout
 
 MAX_GRID = 64
+BLOCK_THREADS = 64
 MAX_BLOCK_THREADS = 1024
 
 
@@ -47,8 +51,13 @@ class CpuHost:
         BuildError: if the library does not compile or load.
     """
 
-    def __init__(self, grid: int, block_threads: int, library: ctypes.CDLL | None = None) -> None:
+    device = torch.device("cpu")
+    plain_scales = None
+    capturing = False
+
+    def __init__(self, grid: int, block_threads: int = BLOCK_THREADS, library: ctypes.CDLL | None = None) -> None:
         self._handle: int | None = None
+        self._mirror = bytes(FAULT_BYTES)
         self._library = default_library() if library is None else library
         _declare(self._library)
         require_layout(self._library.m3_arguments_layout().decode())
@@ -66,6 +75,9 @@ class CpuHost:
                 f"cannot start {grid} blocks of {block_threads} threads: {os.strerror(ctypes.get_errno())}; pass a smaller grid"
             )
 
+    def prepare(self, rows: int) -> None:
+        """Nothing: one library serves every row count."""
+
     def launch(self, entry: str, arguments: Arguments) -> None:
         """Run one launch; returns when every block has ended. The interpreter's lock is released meanwhile.
 
@@ -78,9 +90,24 @@ class CpuHost:
             raise ResourceClosed(f"this channel belongs to process {self._process}; build one in this process after the fork")
         getattr(self._library, entry)(self._handle, ctypes.byref(arguments))
 
+    def zero(self, address: int, nbytes: int) -> None:
+        """Clear memory of this rank."""
+        ctypes.memset(address, 0, nbytes)
+
+    def synchronize(self) -> None:
+        """Nothing: a launch has ended when it returns."""
+
+    def mirror_fault(self, address: int) -> None:
+        """Keep the fault word as it stands."""
+        self._mirror = self.read_fault(address)
+
+    def mirrored_fault(self) -> bytes:
+        """The word that ``mirror_fault`` kept."""
+        return self._mirror
+
     def read_fault(self, address: int) -> bytes:
         """The 16 bytes of the fault word at ``address``, whole: a set word is never read without the rest."""
-        words = (ctypes.c_char * 16)()
+        words = (ctypes.c_char * FAULT_BYTES)()
         self._library.m3_read_fault(address, words)
         return bytes(words)
 

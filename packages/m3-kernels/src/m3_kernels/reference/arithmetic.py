@@ -1,4 +1,5 @@
-"""The two arithmetics of the references: float64 without rounding, and fp32 with the launch's rounding points and orders of summation."""
+"""The arithmetics of the references: float64 without rounding; fp32 with the launch's rounding points and the CPU target's orders of
+summation; float64 with the launch's rounding points, for targets whose sums run in another order."""
 
 from __future__ import annotations
 
@@ -36,11 +37,13 @@ class Arithmetic:
 
     Attributes:
         dtype: type of all intermediate values.
-        rounds: whether it rounds to bf16 where the launch does, and adds in the launch's order.
+        rounds: whether it rounds to bf16 where the launch does.
+        ordered: whether it adds in the CPU target's order and computes powers as that target does.
     """
 
     dtype: torch.dtype
     rounds: bool
+    ordered: bool
 
     def widen(self, values: Tensor) -> Tensor:
         """``values`` in this arithmetic's type."""
@@ -51,8 +54,8 @@ class Arithmetic:
         return values.to(torch.bfloat16).to(self.dtype) if self.rounds else values
 
     def exp2(self, values: Tensor) -> Tensor:
-        """2^values; rounded: the CPU target's sequence of operations (nearest integer, polynomial in float64, one rounding)."""
-        if not self.rounds:
+        """2^values; ordered: the CPU target's sequence of operations (nearest integer, polynomial in float64, one rounding)."""
+        if not self.ordered:
             return torch.exp2(values)
         clamped = values.double().nan_to_num(nan=0.0, posinf=200.0, neginf=-200.0).clamp(-160.0, 128.0)
         whole = torch.round(clamped)
@@ -75,11 +78,11 @@ class Arithmetic:
 
     def sigmoid(self, values: Tensor) -> Tensor:
         """1 / (1 + 2^(-x log2 e))."""
-        log2_e = torch.tensor(LOG2_E, dtype=self.dtype)
+        log2_e = torch.tensor(LOG2_E, dtype=self.dtype, device=values.device)
         return 1.0 / (1.0 + self.exp2(-values * log2_e))
 
     def dot(self, rows: Tensor, matrix: Tensor, order: Tensor, segment: int) -> Tensor:
-        """``rows @ matrix.T``; rounded: added in ``order``, every ``segment`` terms apart, the segments' sums in order.
+        """``rows @ matrix.T``; ordered: added in ``order``, every ``segment`` terms apart, the segments' sums in order.
 
         Args:
             rows: [n, K].
@@ -90,12 +93,12 @@ class Arithmetic:
         Returns:
             [n, m].
         """
-        if not self.rounds:
+        if not self.ordered:
             return rows @ matrix.T
         total: Tensor | None = None
         for start in range(0, order.numel(), segment):
             indices = [int(k) for k in order[start : start + segment] if k >= 0]
-            part = torch.zeros(rows.shape[0], matrix.shape[0], dtype=self.dtype)
+            part = torch.zeros(rows.shape[0], matrix.shape[0], dtype=self.dtype, device=rows.device)
             for k in indices:
                 part = part + rows[:, k, None] * matrix[None, :, k]
             total = part if total is None else total + part
@@ -103,8 +106,9 @@ class Arithmetic:
         return total
 
 
-EXACT = Arithmetic(torch.float64, rounds=False)
-ROUNDED = Arithmetic(torch.float32, rounds=True)
+EXACT = Arithmetic(torch.float64, rounds=False, ordered=False)
+ROUNDED = Arithmetic(torch.float32, rounds=True, ordered=True)
+ROUNDED_SUMS_EXACT = Arithmetic(torch.float64, rounds=True, ordered=False)
 
 
 def block_order(k: int, *, grouped: bool) -> Tensor:

@@ -13,8 +13,8 @@ def swiglu(gate: Tensor, up: Tensor, constants: FfnConstants, arithmetic: Arithm
     """g = min(gate, limit), u = clamp(up, -limit, limit), g * sigmoid(alpha g) * (u + beta); a NaN stays. Rounded to bf16 once."""
     g = torch.clamp(gate, max=constants.swiglu_limit)
     u = torch.clamp(up, min=-constants.swiglu_limit, max=constants.swiglu_limit)
-    alpha = torch.tensor(constants.swiglu_alpha, dtype=arithmetic.dtype)
-    beta = torch.tensor(constants.swiglu_beta, dtype=arithmetic.dtype)
+    alpha = torch.tensor(constants.swiglu_alpha, dtype=arithmetic.dtype, device=gate.device)
+    beta = torch.tensor(constants.swiglu_beta, dtype=arithmetic.dtype, device=gate.device)
     return arithmetic.bf16(g * arithmetic.sigmoid(alpha * g) * (u + beta))
 
 

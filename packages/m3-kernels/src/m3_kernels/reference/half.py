@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from m3_core.errors import ConfigurationError
+from m3_core.formulas import round_up
 from m3_kernels.ffn import ExpertFormat, FfnConstants, FfnWeights
-from m3_kernels.formats.mxfp4 import dequantize_shuffled
+from m3_kernels.formats.mxfp4 import GROUP, dequantize_shuffled
+from m3_kernels.formats.shuffle import SCALE_GROUPS_MULTIPLE
 from m3_kernels.reference.arithmetic import Arithmetic
 from m3_kernels.reference.down import combine, down
 from m3_kernels.reference.final import final
@@ -44,6 +46,22 @@ class Experts:
         if weights.s13 is None or weights.s2 is None:
             raise ConfigurationError("mxfp4 weights without scales: pass s13 and s2")
         return cls(dequantize_shuffled(weights.w13, weights.s13), dequantize_shuffled(weights.w2, weights.s2), grouped=True)
+
+
+def expert_matrices(weights: FfnWeights, expert: int) -> tuple[Tensor, Tensor]:
+    """One expert's w13 [2 * intermediate, hidden] and w2 [hidden, intermediate], exactly."""
+    if weights.format is ExpertFormat.BF16:
+        return weights.w13[expert], weights.w2[expert]
+    if weights.s13 is None or weights.s2 is None:
+        raise ConfigurationError("mxfp4 weights without scales: pass s13 and s2")
+    return _dequantized(weights.w13, weights.s13, expert), _dequantized(weights.w2, weights.s2, expert)
+
+
+def _dequantized(values: Tensor, scales: Tensor, expert: int) -> Tensor:
+    # An expert's scales are whole blocks of the shuffle, which has 32 rows.
+    _, rows, row_bytes = values.shape
+    own = rows * round_up(2 * row_bytes // GROUP, SCALE_GROUPS_MULTIPLE)
+    return dequantize_shuffled(values[expert : expert + 1], scales.reshape(-1)[expert * own : (expert + 1) * own])[0]
 
 
 @attrs.frozen(eq=False)
@@ -101,8 +119,7 @@ def half(
     found = table(chosen.experts, slots, first.router.shape[0])
     mids, combined = [], []
     for rank in weights:
-        experts = Experts.of(rank)
-        rank_mids, contributions = _expert_stages(x, experts, found, top_k, constants, arithmetic)
+        rank_mids, contributions = _expert_stages(x, rank, found, top_k, constants, arithmetic)
         rows = x.shape[0]
         routed = contributions[: rows * top_k].view(rows, top_k, -1)
         mids.append(rank_mids)
@@ -111,13 +128,15 @@ def half(
 
 
 def _expert_stages(
-    x: Tensor, experts: Experts, slots: Sequence[Slot], top_k: int, constants: FfnConstants, arithmetic: Arithmetic
+    x: Tensor, weights: FfnWeights, slots: Sequence[Slot], top_k: int, constants: FfnConstants, arithmetic: Arithmetic
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     rows, hidden = x.shape
-    contributions = torch.zeros((top_k + 1) * rows, hidden, dtype=arithmetic.dtype)
+    grouped = weights.format is ExpertFormat.MXFP4
+    contributions = torch.zeros((top_k + 1) * rows, hidden, dtype=arithmetic.dtype, device=x.device)
     mids = []
     for slot in slots:
-        mid = gate_up(x[list(slot.rows)], experts.w13[slot.expert], constants, arithmetic, grouped=experts.grouped)
-        contributions[list(slot.picks)] = down(mid, experts.w2[slot.expert], arithmetic, grouped=experts.grouped)
+        w13, w2 = expert_matrices(weights, slot.expert)
+        mid = gate_up(x[list(slot.rows)], w13, constants, arithmetic, grouped=grouped)
+        contributions[list(slot.picks)] = down(mid, w2, arithmetic, grouped=grouped)
         mids.append(mid)
     return tuple(mids), contributions

@@ -24,8 +24,9 @@ def norm(stream: Tensor, squares: Tensor, post_norm: Tensor, eps: float, arithme
     Returns:
         [rows, hidden].
     """
-    mean = row_sum(squares) / stream.shape[1]
-    rstd = 1.0 / arithmetic.root(mean + torch.tensor(eps, dtype=arithmetic.dtype))
+    # By a tensor: torch multiplies by the reciprocal of a number on some devices.
+    mean = row_sum(squares) / torch.tensor(stream.shape[1], dtype=arithmetic.dtype, device=squares.device)
+    rstd = 1.0 / arithmetic.root(mean + torch.tensor(eps, dtype=arithmetic.dtype, device=squares.device))
     return arithmetic.bf16((stream * rstd[:, None]) * (1.0 + arithmetic.widen(post_norm)))
 
 
@@ -36,7 +37,7 @@ def row_sum(squares: Tensor) -> Tensor:
         [rows].
     """
     rows, tasks = squares.shape
-    strands = torch.zeros(rows, STRANDS, dtype=squares.dtype)
+    strands = torch.zeros(rows, STRANDS, dtype=squares.dtype, device=squares.device)
     for start in range(0, tasks, STRANDS):
         chunk = squares[:, start : start + STRANDS]
         strands[:, : chunk.shape[1]] += chunk

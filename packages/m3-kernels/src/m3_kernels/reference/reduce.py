@@ -55,7 +55,7 @@ def sum_of_squares(stream: Tensor) -> Tensor:
     """
     rows, hidden = stream.shape
     tasks = push_tasks(hidden)
-    padded = torch.zeros(rows, tasks * PUSH_TRIPLES * COLUMNS_A_TRIPLE, dtype=stream.dtype)
+    padded = torch.zeros(rows, tasks * PUSH_TRIPLES * COLUMNS_A_TRIPLE, dtype=stream.dtype, device=stream.device)
     padded[:, :hidden] = stream * stream
     columns = padded.view(rows, tasks, PUSH_TRIPLES, COLUMNS_A_TRIPLE)
     triple = (columns[..., 0] + columns[..., 1]) + columns[..., 2]

@@ -61,7 +61,7 @@ def route(parts: Tensor, bias: Tensor, slots: Tensor, top_k: int, scaling: float
     total = picked[:, 0]
     for k in range(1, top_k):
         total = total + picked[:, k]
-    least = torch.tensor(LEAST_SUM, dtype=arithmetic.dtype)
-    scale = torch.tensor(scaling, dtype=arithmetic.dtype) * (1.0 / torch.maximum(total, least))
+    least = torch.tensor(LEAST_SUM, dtype=arithmetic.dtype, device=total.device)
+    scale = torch.tensor(scaling, dtype=arithmetic.dtype, device=total.device) * (1.0 / torch.maximum(total, least))
     padded = (slots[: parts.shape[0]] < 0)[:, None]
     return Routes(torch.where(padded, torch.full_like(experts, -1), experts), picked * scale[:, None])

@@ -32,7 +32,7 @@ def router(x: Tensor, weight: Tensor, arithmetic: Arithmetic) -> Tensor:
         order = torch.where(order < min(hidden, (part + 1) * columns), order, torch.full_like(order, -1))
         logits.append(
             arithmetic.dot(arithmetic.widen(x), arithmetic.widen(weight), order, segment)
-            if arithmetic.rounds
+            if arithmetic.ordered
             else _part(x, weight, order, arithmetic)
         )
     return torch.stack(logits, dim=-1)

@@ -51,13 +51,14 @@ M3_EXPORT const char* m3_arguments_layout() {
   M3_ADD(s2);
   M3_ADD(scratch);
   M3_ADD(epoch_words);
-  M3_ADD(peers);
   M3_ADD(injection);
   M3_ADD(out);
   M3_ADD(residual_out);
   M3_ADD(flight);
   M3_ADD(wait_ticks);
+  M3_ADD(peers);
   M3_ADD(sizes);
+  M3_ADD(regions);
   M3_ADD(constants);
   M3_ADD(rank);
   M3_ADD(layer);
