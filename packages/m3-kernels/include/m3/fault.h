@@ -32,7 +32,7 @@ M3_DEVICE_INLINE void write_fault(Bits64* target, int failed_rank, int epoch, in
 }
 
 // Gives up for this rank: writes (1, rank, epoch, site) on every rank that does not know of a fault yet. `peer` is the rank waited for, or -1.
-M3_DEVICE_OUTLINE void report_fault(const FaultLine line, protocol::Site site, int peer) {
+M3_DEVICE_OUTLINE void report_fault(const FaultLine& line, protocol::Site site, int peer) {
   if (!platform::claim(line.claimed)) return;
   constexpr long long kMostMicroseconds = 0x7FFFFFFF;
   const long long bound = line.wait_ticks / (platform::kTicksPerSecond / 1'000'000);

@@ -23,43 +23,49 @@ struct TripleTag {
 // Who is missing when a wait gives up: word i of the wait comes from rank i, or from this rank's own blocks.
 enum class Source { rank_of_word, own_blocks };
 
-// Polls until `missing()` returns a negative number; it returns the index of something that has not come otherwise. `recorded` is the last
-// index that the flight recorder knows of, or -1.
+// What a wait that lasts remembers between its looks.
+struct Waiting {
+  long long began = 0;
+  int recorded = -1;  // the last index that the flight recorder knows of
+};
+
+// A look of a wait that lasts, for which word `absent` has not come: whether it goes on. Far from the polls, which are everywhere and short.
 //
 // A rank whose peer does not come waits in many places: those that wait for the peer itself give up first and name it.
-template <class Missing>
-M3_DEVICE_INLINE bool poll_until(const FaultLine& line, protocol::Site site, Source source, Missing missing, int& recorded) {
+M3_DEVICE_OUTLINE bool waits_on(const FaultLine& line, protocol::Site site, Source source, int absent, Waiting& waiting) {
+  if (fault_is_set(line)) return false;
   const long long bound = line.wait_ticks + (source == Source::own_blocks ? line.wait_ticks / 8 : 0);
-  long long began = 0;
-  for (int poll = 1;; ++poll) {
-    const int absent = missing();
-    if (absent < 0) return true;
-    if (poll % platform::kPollsALook != 0) continue;
-    if (fault_is_set(line)) return false;
-    const long long now = platform::clock_ticks();
-    if (began == 0) {
-      began = now;
-    } else if (now - began >= bound) {
-      report_fault(line, site, source == Source::rank_of_word ? absent : -1);
-      return false;
-    }
-    if (absent != recorded && writes_flight(line.flight)) {
-      recorded = absent;
-      const int peer = source == Source::rank_of_word ? absent : -1;
-      write_flight(line.flight, began, protocol::FLIGHT_WAIT, {line.epoch, line.layer, site, peer}, 0);
-    }
-    platform::pause();
+  const long long now = platform::clock_ticks();
+  const int peer = source == Source::rank_of_word ? absent : -1;
+  if (waiting.began == 0) {
+    waiting.began = now;
+  } else if (now - waiting.began >= bound) {
+    report_fault(line, site, peer);
+    return false;
   }
+  if (absent != waiting.recorded && writes_flight(line.flight)) {
+    waiting.recorded = absent;
+    write_flight(line.flight, waiting.began, protocol::FLIGHT_WAIT, {line.epoch, line.layer, site, peer}, 0);
+  }
+  platform::pause();
+  return true;
 }
 
+// Ends the flight record of a wait that lasted.
+M3_DEVICE_OUTLINE void record_end_of_wait(const FaultLine& line, protocol::Site site, bool came) {
+  write_flight(line.flight, platform::clock_ticks(), protocol::FLIGHT_DONE, {line.epoch, line.layer, site, -1}, came ? 0 : protocol::FLIGHT_LEFT);
+}
+
+// Polls until `missing()` returns a negative number; it returns the index of something that has not come otherwise.
 template <class Missing>
 M3_DEVICE_INLINE bool wait_until(const FaultLine& line, protocol::Site site, Source source, Missing missing) {
-  int recorded = -1;
-  const bool came = poll_until(line, site, source, missing, recorded);
-  if (recorded >= 0) {
-    write_flight(line.flight, platform::clock_ticks(), protocol::FLIGHT_DONE, {line.epoch, line.layer, site, -1}, came ? 0 : protocol::FLIGHT_LEFT);
+  Waiting waiting;
+  int absent;
+  M3_ROLLED for (int poll = 1; (absent = missing()) >= 0; ++poll) {
+    if (poll % platform::kPollsALook == 0 && !waits_on(line, site, source, absent, waiting)) break;
   }
-  return came;
+  if (waiting.recorded >= 0) record_end_of_wait(line, site, absent < 0);
+  return absent < 0;
 }
 
 template <Scope kScope>

@@ -25,7 +25,7 @@
 //             again soon; load_byte(wanted, address, value): the same for one byte
 //             prefetch(address, bytes): bring bytes that will be loaded soon into the cache that all blocks share, or do nothing; both are
 //             multiples of 16
-// Numbers     exp2_of, reciprocal, reciprocal_root; count_bits, lowest_bit (of a word that is not 0)
+// Numbers     kRoundsToBf16: whether round_pair_to_bf16(low, high) is an operation of the target's own; exp2_of, reciprocal, reciprocal_root; count_bits, lowest_bit (of a word that is not 0)
 // Tiles       a wave multiplies 16 x K by K x kTileColumns into 16 x kTileColumns fp32. A lane holds, of rows fragment_row(lane, 0 ..
 //             kFragmentRows - 1) and of columns fragment_column(lane, 0 .. kFragmentColumns - 1), the fragment_group(lane)-th of the four
 //             runs that make a step: 8 bf16 of a 32-deep step, 4 fp32 of a 16-deep one. accumulator_row, accumulator_column(lane, i): the

@@ -44,6 +44,8 @@ struct Shared {
   // Stage down: for each task taken together, [pick][output column].
   float contribution[platform::kDownTasks][kMostPicks + Shape::kMostRows][kTile];
 
+  FaultLine line;  // filled when the launch begins, before the first wait
+
   int failed;    // set once a wait of this block failed: from then on it announces nothing
   int epoch;     // of this launch
   int faulted;   // the rank's fault word was set when the launch began
@@ -76,7 +78,7 @@ struct Context {
   const Arguments& arguments;
   Shape shape;
   Shared<Shape>& shared;
-  FaultLine line;
+  const FaultLine& line;  // in the block's shared memory: what waits that last need, and short polls do not
   PairTag tag;
   TripleTag triple_tag;
   int parity;
@@ -92,7 +94,7 @@ struct Context {
   Bits16* mid;
 
   M3_DEVICE_METHOD Context(const Arguments& launch, Shared<Shape>& block_shared)
-      : arguments(launch), shape(launch.sizes), shared(block_shared) {
+      : arguments(launch), shape(launch.sizes), shared(block_shared), line(block_shared.line) {
     const Regions& regions = launch.regions;
     ssq_pairs = reinterpret_cast<Bits64*>(launch.scratch);
     x_ready_pairs = reinterpret_cast<Bits64*>(launch.scratch + regions.x_ready);
@@ -102,19 +104,27 @@ struct Context {
     stream = reinterpret_cast<float*>(launch.scratch + regions.stream);
     x = reinterpret_cast<Bits16*>(launch.scratch + regions.x);
     mid = reinterpret_cast<Bits16*>(launch.scratch + regions.mid);
-    line.peers = launch.peers;
-    line.own = reinterpret_cast<Bits64*>(launch.peers[launch.rank]);
-    line.claimed = launch.epoch_words + kClaimWord;
-    line.wait_ticks = launch.wait_ticks;
-    line.rank = launch.rank;
-    line.world = shape.world();
-    line.layer = launch.layer;
-    line.flight = FlightRing{launch.flight, launch.flight_launches};
     set_epoch(0);
   }
 
+  // One thread fills the line for the block; the others see it after a barrier.
+  M3_DEVICE_METHOD void fill_line(int epoch) {
+    FaultLine& filled = shared.line;
+    filled.peers = arguments.peers;
+    filled.own = reinterpret_cast<Bits64*>(arguments.peers[arguments.rank]);
+    filled.claimed = arguments.epoch_words + kClaimWord;
+    filled.wait_ticks = arguments.wait_ticks;
+    filled.rank = arguments.rank;
+    filled.world = shape.world();
+    filled.layer = arguments.layer;
+    filled.epoch = epoch;
+    filled.flight = FlightRing{arguments.flight, arguments.flight_launches};
+  }
+
+  M3_DEVICE_METHOD int rank() const { return arguments.rank; }
+  M3_DEVICE_METHOD Bits64* buffer_of(int target) const { return reinterpret_cast<Bits64*>(arguments.peers[target]); }
+
   M3_DEVICE_METHOD void set_epoch(int epoch) {
-    line.epoch = epoch;
     tag.tag = protocol::pair_tag(epoch);
     triple_tag.tag = protocol::triple_tag(epoch);
     parity = protocol::parity(epoch);
@@ -130,7 +140,7 @@ struct Context {
 #ifdef M3_TEST_HOOKS
   // Test builds let a rank keep back what one site waits for: injection[2] is rank + 1, injection[3] the site.
   M3_DEVICE_METHOD bool is_withheld(Site waiting) const {
-    return arguments.injection[2] == line.rank + 1 && arguments.injection[3] == static_cast<int>(waiting);
+    return arguments.injection[2] == rank() + 1 && arguments.injection[3] == static_cast<int>(waiting);
   }
 #else
   M3_DEVICE_METHOD bool is_withheld(Site) const { return false; }
@@ -140,11 +150,11 @@ struct Context {
 
   // The triple pair, or value pair, that rank `source` wrote (or writes) into rank `target`'s buffer.
   M3_DEVICE_METHOD Bits64* attention_pair(int target, int source, int row, int triple) const {
-    return peer_buffer(line, target) + protocol::attention_pair(shape.world(), shape.max_rows(), shape.hidden(), parity, slot_of(target, source), row,
+    return buffer_of(target) + protocol::attention_pair(shape.world(), shape.max_rows(), shape.hidden(), parity, slot_of(target, source), row,
                                                                triple) / protocol::PAIR_BYTES;
   }
   M3_DEVICE_METHOD Bits64* ffn_pair(int target, int source, int row, int column_pair) const {
-    return peer_buffer(line, target) + protocol::ffn_pair(shape.world(), shape.max_rows(), shape.hidden(), parity, slot_of(target, source), row,
+    return buffer_of(target) + protocol::ffn_pair(shape.world(), shape.max_rows(), shape.hidden(), parity, slot_of(target, source), row,
                                                          column_pair) / protocol::PAIR_BYTES;
   }
 
@@ -152,7 +162,7 @@ struct Context {
   // let what it writes for a peer stand for what would come from that peer.
   M3_DEVICE_METHOD int slot_of([[maybe_unused]] int target, int source) const {
 #ifdef M3_OWN_BUFFER
-    if (target != line.rank) return target;
+    if (target != rank()) return target;
 #endif
     return source;
   }
@@ -163,7 +173,8 @@ struct Context {
   M3_DEVICE_METHOD int flight_outcome() const { return platform::flag_is_set(&shared.failed) ? protocol::FLIGHT_LEFT : 0; }
   // A flight record of this launch.
   M3_DEVICE_METHOD void record(int event, Site site = Site::HOST, int detail = 0) const {
-    if (writes_flight(line.flight)) write_flight(line.flight, platform::clock_ticks(), event, {line.epoch, line.layer, site, -1}, detail);
+    if (arguments.flight == nullptr || platform::thread_index() != 0 || platform::block_index() != 0) return;
+    write_flight(line.flight, platform::clock_ticks(), event, {line.epoch, line.layer, site, -1}, detail);
   }
 
   // Stamp `stamp` of this block's timeline.

@@ -99,8 +99,8 @@ M3_DEVICE_INLINE void down(Context<Shape>& context) {
       const Bits64 word =
           context.pair(protocol::pack_bf16_pair(combine(context, which, row, 2 * in_task), combine(context, which, row, 2 * in_task + 1)));
       for (int i = 0; i < shape.world(); ++i) {
-        const int target = (context.line.rank + i) % shape.world();
-        platform::store_system(context.ffn_pair(target, context.line.rank, row, column_pair), word);
+        const int target = (context.rank() + i) % shape.world();
+        platform::store_system(context.ffn_pair(target, context.rank(), row, column_pair), word);
       }
     }
     platform::block_barrier();

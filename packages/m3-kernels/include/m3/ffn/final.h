@@ -20,7 +20,7 @@ M3_DEVICE_INLINE void final(Context<Shape>& context) {
     Bits64 word[Shape::kMostRanks];
     const bool came = wait_for_words<Scope::system>(
         context.line, Site::FINAL, Source::rank_of_word, context.tag, shape.world(),
-        [&](int source) { return context.ffn_pair(context.line.rank, source, row, column_pair); }, word);
+        [&](int source) { return context.ffn_pair(context.rank(), source, row, column_pair); }, word);
     context.note(came);
     float lower = lower_bf16(protocol::pair_word_value(word[0])), upper = upper_bf16(protocol::pair_word_value(word[0]));
     M3_UNROLL for (int source = 1; source < Shape::kMostRanks; ++source) {

@@ -9,7 +9,7 @@ namespace m3::ffn {
 template <class Shape>
 M3_DEVICE_INLINE bool inject_fault(Context<Shape>& context) {
   const int* injection = context.arguments.injection;
-  if (platform::block_index() != 0 || injection[0] != context.line.rank + 1) return false;
+  if (platform::block_index() != 0 || injection[0] != context.rank() + 1) return false;
   const long long end = platform::clock_ticks() + injection[1];
   while (platform::clock_ticks() - end < 0 && !fault_is_set(context.line)) platform::pause();
   report_fault(context.line, Site::INJECT, -1);
@@ -28,8 +28,8 @@ M3_DEVICE_INLINE bool begin(Context<Shape>& context) {
   if (platform::thread_index() == 0) {
     shared.failed = 0;
     shared.epoch = platform::load_int(context.arguments.epoch_words + protocol::EPOCH_WORD);
+    context.fill_line(shared.epoch);
     shared.faulted = fault_is_set(context.line);
-    context.set_epoch(shared.epoch);
     const bool past = protocol::epoch_is_past_limit(shared.epoch);
     if (past && platform::block_index() == 0 && !shared.faulted) report_fault(context.line, Site::WRAP, -1);
     if (!past && inject_fault(context)) shared.faulted = 1;

@@ -23,8 +23,8 @@ M3_DEVICE_INLINE void push(Context<Shape>& context) {
       const Bits64 word = protocol::pack_triple(value[0], value[1], value[2], context.triple_tag.tag);
       // Each rank starts at itself, so that no rank is every rank's first target.
       for (int i = 0; i < shape.world(); ++i) {
-        const int target = (context.line.rank + i) % shape.world();
-        platform::store_system(context.attention_pair(target, context.line.rank, row, triple), word);
+        const int target = (context.rank() + i) % shape.world();
+        platform::store_system(context.attention_pair(target, context.rank(), row, triple), word);
       }
     }
   }

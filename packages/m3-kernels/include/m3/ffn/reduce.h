@@ -16,7 +16,7 @@ M3_DEVICE_INLINE float reduce_triple(Context<Shape>& context, int row, int tripl
   Bits64 word[Shape::kMostRanks];
   came = wait_for_words<Scope::system>(
       context.line, Site::REDUCE, Source::rank_of_word, context.triple_tag, shape.world(),
-      [&](int source) { return context.attention_pair(context.line.rank, source, row, triple); }, word);
+      [&](int source) { return context.attention_pair(context.rank(), source, row, triple); }, word);
   float squares = 0.0f;
   M3_UNROLL for (int i = 0; i < protocol::COLUMNS_A_TRIPLE; ++i) {
     const int column = triple * protocol::COLUMNS_A_TRIPLE + i;

@@ -5,59 +5,97 @@
 
 namespace m3::ffn {
 
-// A thread's triples of a row: every block_threads-th one, this many at a time.
+// A thread's neighbouring triples of a row, and their columns: a quarter of a task's, so that four lanes sum a task's squares.
 constexpr int kTriplesTogether = 4;
+constexpr int kColumnsTogether = kTriplesTogether * protocol::COLUMNS_A_TRIPLE;
+static_assert(protocol::PUSH_TRIPLES == 4 * kTriplesTogether);
 
-// The stream's values of a thread's triples, and their squares.
-struct ReducedTriples {
-  float stream[kTriplesTogether][protocol::COLUMNS_A_TRIPLE];
-};
+// Whether a thread's columns move as whole words: rows then begin and end with a thread's columns.
+M3_DEVICE_INLINE constexpr bool moves_words(int hidden) { return hidden % kColumnsTogether == 0; }
 
-// Reduces the triples of a row that begin with `first`, writes the new residual, and leaves the sums of squares of their tasks in shared memory.
+// bf16 columns `column` and following of a row of `hidden`, two a word; 0 past its end.
+M3_DEVICE_INLINE void load_columns(const Bits16* row, int column, int hidden, Bits32 (&pair)[kColumnsTogether / 2]) {
+  if (moves_words(hidden)) {
+    M3_UNROLL for (int i = 0; i < kColumnsTogether / 4; ++i) {
+      const Bytes8 two = column < hidden ? reinterpret_cast<const Bytes8*>(row + column)[i] : Bytes8{};
+      pair[2 * i] = two.word[0];
+      pair[2 * i + 1] = two.word[1];
+    }
+    return;
+  }
+  M3_UNROLL for (int i = 0; i < kColumnsTogether / 2; ++i) {
+    pair[i] = column + 2 * i < hidden ? row[column + 2 * i] : 0;
+    if (column + 2 * i + 1 < hidden) pair[i] |= static_cast<Bits32>(row[column + 2 * i + 1]) << 16;
+  }
+}
+M3_DEVICE_INLINE void store_columns(Bits16* row, int column, int hidden, const Bits32 (&pair)[kColumnsTogether / 2]) {
+  if (moves_words(hidden)) {
+    M3_UNROLL for (int i = 0; i < kColumnsTogether / 4; ++i) {
+      if (column < hidden) reinterpret_cast<Bytes8*>(row + column)[i] = Bytes8{{pair[2 * i], pair[2 * i + 1]}};
+    }
+    return;
+  }
+  M3_UNROLL for (int i = 0; i < kColumnsTogether; ++i) {
+    if (column + i < hidden) row[column + i] = static_cast<Bits16>(pair[i / 2] >> (16 * (i % 2)));
+  }
+}
+M3_DEVICE_INLINE float column_of_pairs(const Bits32 (&pair)[kColumnsTogether / 2], int i) {
+  return i % 2 == 0 ? lower_bf16(pair[i / 2]) : upper_bf16(pair[i / 2]);
+}
+
+// Reduces a thread's triples of a row from `first` on, writes the new residual, and leaves the sum of squares of their task in shared memory.
 template <class Shape>
-M3_DEVICE_INLINE void reduce_triples(Context<Shape>& context, int row, int first, ReducedTriples& reduced, bool& came) {
+M3_DEVICE_INLINE void reduce_triples(Context<Shape>& context, int row, int first, float (&stream)[kColumnsTogether], bool& came) {
   constexpr int kColumns = protocol::COLUMNS_A_TRIPLE;
   const Shape& shape = context.shape;
-  const int hidden = shape.hidden(), triples = protocol::triples(hidden), threads = platform::block_threads();
-  const auto column_of = [&](int i, int column) { return (first + i * threads) * kColumns + column; };
-  Bits32 residual[kTriplesTogether][kColumns];
-  M3_UNROLL for (int i = 0; i < kTriplesTogether; ++i) {
-    M3_UNROLL for (int c = 0; c < kColumns; ++c) {
-      residual[i][c] = column_of(i, c) < hidden ? context.arguments.residual[row * hidden + column_of(i, c)] : 0;
-    }
-  }
+  const int hidden = shape.hidden(), triples = protocol::triples(hidden), column = first * kColumns;
+  Bits32 residual[kColumnsTogether / 2];
+  load_columns(context.arguments.residual + row * hidden, column, hidden, residual);
   Bits64 word[kTriplesTogether][Shape::kMostRanks];
   came &= wait_until(context.line, Site::REDUCE, Source::rank_of_word, [&] {
-    M3_UNROLL for (int i = 0; i < kTriplesTogether; ++i) {
-      M3_UNROLL for (int source = 0; source < Shape::kMostRanks; ++source) {
-        if (source >= shape.world() || first + i * threads >= triples) continue;
-        word[i][source] = platform::load_system(context.attention_pair(context.line.rank, source, row, first + i * threads));
+    int absent = -1;
+    M3_UNROLL for (int source = 0; source < Shape::kMostRanks; ++source) {
+      if (source >= shape.world()) continue;
+      const Bits64* words = context.attention_pair(context.rank(), source, row, first);
+      M3_UNROLL for (int i = 0; i < kTriplesTogether; ++i) {
+        if (first + i < triples) word[i][source] = platform::load_system(words + i);
       }
     }
-    int absent = -1;
-    M3_UNROLL for (int i = 0; i < kTriplesTogether; ++i) {
-      M3_UNROLL for (int source = 0; source < Shape::kMostRanks; ++source) {
-        if (source < shape.world() && first + i * threads < triples && !context.triple_tag.matches(word[i][source])) absent = source;
+    M3_UNROLL for (int source = 0; source < Shape::kMostRanks; ++source) {
+      if (source >= shape.world()) continue;
+      Bits32 differs = 0;
+      M3_UNROLL for (int i = 0; i < kTriplesTogether; ++i) {
+        if (first + i < triples) differs |= static_cast<Bits32>(protocol::triple_word_tag(word[i][source])) ^ context.triple_tag.tag;
       }
+      if (differs != 0) absent = source;
     }
     return absent;
   });
+  Bits32 rounded[kColumnsTogether / 2]{};
+  float squares[kTriplesTogether];
   M3_UNROLL for (int i = 0; i < kTriplesTogether; ++i) {
-    float squares = 0.0f;
+    squares[i] = 0.0f;
     M3_UNROLL for (int c = 0; c < kColumns; ++c) {
-      if (column_of(i, c) >= hidden) continue;
+      const int place = kColumns * i + c;
+      stream[place] = 0.0f;
+      if (column + place >= hidden) continue;
       float sum = bf16_to_float(protocol::triple_word_value(word[i][0], c));
       M3_UNROLL for (int source = 1; source < Shape::kMostRanks; ++source) {
         if (source < shape.world()) sum += bf16_to_float(protocol::triple_word_value(word[i][source], c));
       }
-      const float s = round_to_bf16(sum) + bf16_to_float(residual[i][c]);
-      context.arguments.residual_out[row * hidden + column_of(i, c)] = static_cast<Bits16>(float_to_bf16(s));
-      reduced.stream[i][c] = s;
-      squares += s * s;
+      const float s = round_to_bf16(sum) + column_of_pairs(residual, place);
+      stream[place] = s;
+      squares[i] += s * s;
     }
-    M3_UNROLL for (int distance = protocol::PUSH_TRIPLES / 2; distance > 0; distance /= 2) squares += platform::shuffle_xor(squares, distance);
-    const int triple = first + i * threads;
-    if (triple < triples && triple % protocol::PUSH_TRIPLES == 0) context.shared.square[triple / protocol::PUSH_TRIPLES] = squares;
+  }
+  M3_UNROLL for (int i = 0; i < kColumnsTogether / 2; ++i) rounded[i] = floats_to_bf16(stream[2 * i], stream[2 * i + 1]);
+  store_columns(context.arguments.residual_out + row * hidden, column, hidden, rounded);
+  // Pairwise over the task's sixteen triples at distances 8 and 4, which are other lanes', then 2 and 1.
+  M3_UNROLL for (int distance = 2; distance > 0; distance /= 2) {
+    M3_UNROLL for (int i = 0; i < kTriplesTogether; ++i) squares[i] += platform::shuffle_xor(squares[i], distance);
+  }
+  if (first < triples && first % protocol::PUSH_TRIPLES == 0) {
+    context.shared.square[first / protocol::PUSH_TRIPLES] = (squares[0] + squares[2]) + (squares[1] + squares[3]);
   }
 }
 
@@ -71,19 +109,28 @@ M3_DEVICE_INLINE float sum_of_shared_squares(const Context<Shape>& context) {
   return sum;
 }
 
+// A thread's columns of X.
+template <class Format>
+M3_DEVICE_INLINE void store_x(Bits16* x, int column, int hidden, const Bits32 (&pair)[kColumnsTogether / 2]) {
+  if constexpr (place_of<Format>(1) == 1) return store_columns(x, column, hidden, pair);
+  M3_UNROLL for (int i = 0; i < kColumnsTogether; ++i) {
+    const int place = column + i;
+    if (place < hidden) x[place / kRun * kRun + place_in_run<Format>(place % kRun)] = static_cast<Bits16>(pair[i / 2] >> (16 * (i % 2)));
+  }
+}
+
 template <class Format, class Shape>
 M3_DEVICE_INLINE void reduce_rows(Context<Shape>& context) {
-  constexpr int kColumns = protocol::COLUMNS_A_TRIPLE;
-  constexpr int kMostRounds = (protocol::triples(Shape::kMostHidden) + kTriplesTogether * platform::kLeastWaves * platform::kWaveWidth - 1) /
-                              (kTriplesTogether * platform::kLeastWaves * platform::kWaveWidth);
+  constexpr int kAtLeast = kTriplesTogether * platform::kLeastWaves * platform::kWaveWidth;
+  constexpr int kMostRounds = (protocol::triples(Shape::kMostHidden) + kAtLeast - 1) / kAtLeast;
   const int hidden = context.shape.hidden(), stride = protocol::hidden_stride(hidden), triples = protocol::triples(hidden);
   const int threads = platform::block_threads(), rounds = protocol::ceil_div(triples, kTriplesTogether * threads);
   const Tasks tasks = tasks_of_block(protocol::NORM_START, context.shape.rows());
-  for (int row = tasks.first; row < tasks.count; row += tasks.stride) {
+  M3_ROLLED for (int row = tasks.first; row < tasks.count; row += tasks.stride) {
     bool came = true;
-    ReducedTriples reduced[kMostRounds];
+    float stream[kMostRounds][kColumnsTogether];
     for (int round = 0; round < rounds; ++round) {
-      reduce_triples(context, row, round * kTriplesTogether * threads + platform::thread_index(), reduced[round], came);
+      reduce_triples(context, row, kTriplesTogether * (round * threads + platform::thread_index()), stream[round], came);
     }
     context.note(came);
     platform::block_barrier();
@@ -91,15 +138,14 @@ M3_DEVICE_INLINE void reduce_rows(Context<Shape>& context) {
     const float rstd = platform::reciprocal_root(mean + context.arguments.constants.rms_norm_eps);
     Bits16* x = context.x + protocol::x_index(hidden, row, 0);
     for (int round = 0; round < rounds; ++round) {
-      M3_UNROLL for (int i = 0; i < kTriplesTogether; ++i) {
-        M3_UNROLL for (int c = 0; c < kColumns; ++c) {
-          const int column = (round * kTriplesTogether * threads + platform::thread_index() + i * threads) * kColumns + c;
-          if (column >= hidden) continue;
-          const float weight = bf16_to_float(platform::load_kept(context.arguments.post_norm + column));
-          x[column / kRun * kRun + place_in_run<Format>(column % kRun)] =
-              static_cast<Bits16>(float_to_bf16((reduced[round].stream[i][c] * rstd) * (1.0f + weight)));
-        }
+      const int column = kColumnsTogether * (round * threads + platform::thread_index());
+      Bits32 weights[kColumnsTogether / 2], normed[kColumnsTogether / 2];
+      load_columns(context.arguments.post_norm, column, hidden, weights);
+      M3_UNROLL for (int i = 0; i < kColumnsTogether / 2; ++i) {
+        normed[i] = floats_to_bf16((stream[round][2 * i] * rstd) * (1.0f + lower_bf16(weights[i])),
+                                   (stream[round][2 * i + 1] * rstd) * (1.0f + upper_bf16(weights[i])));
       }
+      store_x<Format>(x, column, hidden, normed);
     }
     // X is zero between the row's end and the next row's start: matrix steps read whole runs.
     for (int column = hidden + platform::thread_index(); column < stride; column += threads) x[column / kRun * kRun + place_in_run<Format>(column % kRun)] = 0;

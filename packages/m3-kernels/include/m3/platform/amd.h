@@ -141,6 +141,9 @@ M3_DEVICE_INLINE void prefetch(const void*, int) {}
 
 // ---- numbers ----
 
+constexpr bool kRoundsToBf16 = false;
+M3_DEVICE_INLINE Bits32 round_pair_to_bf16(float, float) { return 0; }
+
 M3_DEVICE_INLINE float bits_to_float(Bits32 bits) { return __builtin_bit_cast(float, bits); }
 M3_DEVICE_INLINE Bits32 float_to_bits(float value) { return __builtin_bit_cast(Bits32, value); }
 M3_DEVICE_INLINE float exp2_of(float x) { return __builtin_amdgcn_exp2f(x); }

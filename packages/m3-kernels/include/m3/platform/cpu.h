@@ -120,6 +120,9 @@ M3_DEVICE_INLINE void prefetch(const void*, int) {}
 
 // ---- numbers ----
 
+constexpr bool kRoundsToBf16 = false;
+M3_DEVICE_INLINE Bits32 round_pair_to_bf16(float, float) { return 0; }
+
 // 2^x as a fixed sequence of IEEE operations, so that the reference can repeat it bit for bit: split x into the nearest integer and a rest of
 // at most 1/2, the Taylor polynomial of degree 10 of e^(rest ln 2) in double precision (error below 2^-40 of the value), one rounding.
 M3_DEVICE_INLINE float exp2_of(float x) {

@@ -165,6 +165,14 @@ M3_DEVICE_INLINE void prefetch(const void* address, int bytes) {
 
 // ---- numbers ----
 
+// To nearest even, as everywhere; a NaN becomes 0x7FFF, where other targets make it 0x7FC0.
+constexpr bool kRoundsToBf16 = true;
+M3_DEVICE_INLINE Bits32 round_pair_to_bf16(float low, float high) {
+  Bits32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
 M3_DEVICE_INLINE float bits_to_float(Bits32 bits) { return __uint_as_float(bits); }
 M3_DEVICE_INLINE Bits32 float_to_bits(float value) { return __float_as_uint(value); }
 M3_DEVICE_INLINE float exp2_of(float x) { return exp2f(x); }
