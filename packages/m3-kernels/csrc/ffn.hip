@@ -2,6 +2,9 @@
 #include "m3/ffn/launch.h"
 #include "m3/formats/bf16.h"
 #include "m3/formats/mxfp4.h"
+#ifndef __HIP__
+#include "m3/formats/tiled_mxfp4.h"
+#endif
 #include "m3/platform/entry.h"
 
 #ifdef M3_ROWS
@@ -14,4 +17,8 @@ M3_KERNEL(m3_ffn_bf16, m3::formats::Bf16, Shape)
 M3_KERNEL(m3_ffn_mxfp4, m3::formats::Mxfp4, Shape)
 #ifdef M3_PLAIN_SCALES
 M3_KERNEL(m3_ffn_mxfp4_any_scale, m3::formats::Mxfp4AnyScale, Shape)
+#endif
+// AMD's units copy nothing into shared memory by themselves that its waves could not load as well.
+#ifndef __HIP__
+M3_KERNEL(m3_ffn_mxfp4_tiled, m3::formats::TiledMxfp4, Shape)
 #endif

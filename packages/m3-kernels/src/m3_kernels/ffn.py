@@ -26,6 +26,7 @@ from m3_core.work import shape_reasons
 from m3_kernels.build.cuda import ROW_BOUNDS, CudaBuild
 from m3_kernels.formats.mxfp4 import GROUP
 from m3_kernels.formats.shuffle import unshuffle_scales
+from m3_kernels.formats.tiled import tiled_shape
 from m3_kernels.hosts.arguments import Arguments, Constants, Regions, Sizes
 from m3_kernels.hosts.base import ANY_SCALE, Host
 from m3_kernels.hosts.cpu import BLOCK_THREADS, CpuHost
@@ -43,6 +44,8 @@ class ExpertFormat(Enum):
 
     BF16 = "bf16"
     MXFP4 = "mxfp4"
+    MXFP4_TILED = "mxfp4_tiled"
+    """The same values, laid out for targets that copy weights into shared memory (``m3_kernels.formats.tiled``): NVIDIA GPUs."""
 
 
 @attrs.frozen
@@ -83,10 +86,10 @@ class FfnShape:
 
     def format_reasons(self, format: ExpertFormat) -> list[str]:
         """Why these sizes cannot be held in ``format``; empty if they can."""
-        if format is not ExpertFormat.MXFP4:
+        if format not in (ExpertFormat.MXFP4, ExpertFormat.MXFP4_TILED):
             return []
         return [
-            f"{name} is {value}: MXFP4 weights in the (16, 16) shuffle need a multiple of 64 "
+            f"{name} is {value}: {format.value} weights need a multiple of 64 "
             "(64 values along K, 16 rows); pad it or hold the experts as BF16"
             for name, value in (("hidden", self.hidden), ("intermediate", self.intermediate))
             if value % 64
@@ -158,14 +161,19 @@ class FfnWeights:
         """Why these weights do not fit ``shape`` on ``device``; empty if they do."""
         experts, hidden, intermediate = shape.experts + 1, shape.hidden, shape.intermediate
         packed = self.format is ExpertFormat.MXFP4
-        element = torch.uint8 if packed else torch.bfloat16
+        element = torch.bfloat16 if self.format is ExpertFormat.BF16 else torch.uint8
         divisor = 2 if packed else 1
+        tiled = self.format is ExpertFormat.MXFP4_TILED
         wanted: dict[str, tuple[Tensor, torch.dtype, tuple[int, ...]]] = {
             "post_norm": (self.post_norm, torch.bfloat16, (hidden,)),
             "router": (self.router, torch.float32, (shape.experts, hidden)),
             "router_bias": (self.router_bias, torch.float32, (shape.experts,)),
-            "w13": (self.w13, element, (experts, 2 * intermediate, hidden // divisor)),
-            "w2": (self.w2, element, (experts, hidden, intermediate // divisor)),
+            "w13": (
+                self.w13,
+                element,
+                tiled_shape(experts, 2 * intermediate, hidden) if tiled else (experts, 2 * intermediate, hidden // divisor),
+            ),
+            "w2": (self.w2, element, tiled_shape(experts, hidden, intermediate) if tiled else (experts, hidden, intermediate // divisor)),
         }
         found = shape.format_reasons(self.format)
         for name, (tensor, dtype, size) in wanted.items():
@@ -173,7 +181,7 @@ class FfnWeights:
         for name, scales, rows, k in (("s13", self.s13, 2 * intermediate, hidden), ("s2", self.s2, hidden, intermediate)):
             if not packed:
                 if scales is not None:
-                    found.append(f"{name} is given, but {self.format.value} weights have no scales: pass None")
+                    found.append(f"{name} is given, but {self.format.value} weights have no scales of their own: pass None")
             elif scales is None:
                 found.append(f"{name} is None, but mxfp4 weights need their scales")
             else:
@@ -512,7 +520,7 @@ class FfnLaunch:
         ConfigurationError: if the layer's index does not fit a fault word.
     """
 
-    _ENTRIES: Mapping[ExpertFormat, str] = {ExpertFormat.BF16: "m3_ffn_bf16", ExpertFormat.MXFP4: "m3_ffn_mxfp4"}
+    _ENTRIES: Mapping[ExpertFormat, str] = {format: f"m3_ffn_{format.value}" for format in ExpertFormat}
 
     def __init__(self, channel: FfnChannel, weights: FfnWeights, constants: FfnConstants, layer: int) -> None:
         reasons = weights.reasons(channel.shape, channel.device)

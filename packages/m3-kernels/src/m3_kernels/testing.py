@@ -18,7 +18,8 @@ from m3_core.formulas import round_up
 from m3_core.ports import FlightRing
 from m3_kernels.build.cpu import CpuBuild
 from m3_kernels.ffn import CPU, ExpertFormat, FfnChannel, FfnConstants, FfnLaunch, FfnShape, FfnWeights
-from m3_kernels.formats.mxfp4 import quantize_shuffled
+from m3_kernels.formats.mxfp4 import quantize, quantize_shuffled
+from m3_kernels.formats.tiled import CODE_BYTES, STEP_BYTES, tile, tiled_shape
 from m3_kernels.hosts.cpu import BLOCK_THREADS
 
 JOIN_SECONDS = 120.0
@@ -109,6 +110,9 @@ def pack_weights(format: ExpertFormat, post_norm: Tensor, router: Tensor, router
     """Weights in ``format`` from plain [experts + 1, rows, K] matrices."""
     if format is ExpertFormat.BF16:
         return FfnWeights(format, post_norm, router, router_bias, w13.bfloat16(), None, w2.bfloat16(), None)
+    if format is ExpertFormat.MXFP4_TILED:
+        tiled13, tiled2 = tile(*quantize(w13), gate_up=True), tile(*quantize(w2), gate_up=False)
+        return FfnWeights(format, post_norm, router, router_bias, tiled13, None, tiled2, None)
     codes13, scales13 = quantize_shuffled(w13)
     codes2, scales2 = quantize_shuffled(w2)
     return FfnWeights(format, post_norm, router, router_bias, codes13, scales13, codes2, scales2)
@@ -159,6 +163,16 @@ def random_packed_weights(shape: FfnShape, format: ExpertFormat, device: torch.d
         normal(shape.experts, hidden, scale=hidden**-0.5, dtype=torch.float32),
         normal(shape.experts, scale=0.1, dtype=torch.float32),
     )
+    if format is ExpertFormat.MXFP4_TILED:
+        # Any bits are codes; the scales are drawn as above.
+        def tiled(rows: int, k: int) -> Tensor:
+            found = torch.randint(0, 256, tiled_shape(experts, rows, k), dtype=torch.uint8, generator=generator, device=device)
+            middle = 127 + round(math.log2(k**-0.5 / 3))
+            size = (*found.shape[:-1], STEP_BYTES - CODE_BYTES)
+            found[..., CODE_BYTES:] = torch.randint(middle - 2, middle + 3, size, dtype=torch.uint8, generator=generator, device=device)
+            return found
+
+        return FfnWeights(format, *common, tiled(2 * intermediate, hidden), None, tiled(hidden, intermediate), None)
     if format is ExpertFormat.MXFP4:
         return FfnWeights(
             format,

@@ -30,16 +30,19 @@ struct Shared {
   static constexpr int kMostPicks = Shape::kMostRows * Shape::kMostTopK;
   static constexpr int kMostRouted = kMostPicks < Shape::kMostExperts ? kMostPicks : Shape::kMostExperts;
   static constexpr int kMostSlots = 1 + kMostRouted;
-  static constexpr int kMostWaves = 32;
+  static constexpr int kMostWaves = platform::kMostWaves;
 
   // Sums of the segments of tiles, [row][column]: stages shared_up and up have a tile for each task in flight, stage router all its tiles.
   using Partial = float[kSegments][kTile * platform::kTileColumns];
-  static constexpr int kPartials = platform::kMostTeams * kTasksInFlight > kRowTiles<Shape> ? platform::kMostTeams * kTasksInFlight : kRowTiles<Shape>;
+  static constexpr int larger(int a, int b) { return a > b ? a : b; }
+  static constexpr int kPartials =
+      larger(larger(platform::kMostTeams * kTasksInFlight, kRowTiles<Shape>), (kMostWaves * kTasksInFlight + kSegments - 1) / kSegments);
   Partial partial[kPartials];
 
   // Stages shared_up and up: waves that have left their sums of a task, and tasks ended, of each place of partial since the launch began.
-  int arrived[platform::kMostTeams * kTasksInFlight];
-  int ended[platform::kMostTeams * kTasksInFlight];
+  static constexpr int kTaskPlaces = kMostWaves * kTasksInFlight;
+  int arrived[kTaskPlaces];
+  int ended[kTaskPlaces];
 
   // Stage down: for each task taken together, [pick][output column].
   float contribution[platform::kDownTasks][kMostPicks + Shape::kMostRows][kTile];
@@ -201,6 +204,19 @@ M3_DEVICE_INLINE float sum_of_segments(const float (&partial)[kSegments][kTile *
     if (segment < segments) sum += partial[segment][index];
   }
   return sum;
+}
+
+// The same, added pairwise: neighbours, then neighbouring pairs, then fours; parts that are not there count as 0. `parts` lie `kSegments` tiles
+// apart at most.
+template <int kMost>
+M3_DEVICE_INLINE float sum_pairwise(const float (*partial)[kTile * platform::kTileColumns], int row, int column, int parts) {
+  const int index = row * platform::kTileColumns + column;
+  float sum[kMost];
+  M3_UNROLL for (int part = 0; part < kMost; ++part) sum[part] = part < parts ? partial[part][index] : 0.0f;
+  M3_UNROLL for (int distance = 1; distance < kMost; distance *= 2) {
+    M3_UNROLL for (int part = 0; part + distance < kMost; part += 2 * distance) sum[part] += sum[part + distance];
+  }
+  return sum[0];
 }
 
 // The tasks of a stage that this block takes: task t goes to block (first + t) mod grid.

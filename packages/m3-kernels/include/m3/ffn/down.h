@@ -83,26 +83,32 @@ M3_DEVICE_INLINE Bits32 combine(Context<Shape>& context, int which, int row, int
   return float_to_bf16(t);
 }
 
-template <class Format, class Shape>
-M3_DEVICE_INLINE void down(Context<Shape>& context) {
+// Combines every row of the tasks that the block has multiplied together and sends them to every rank.
+template <class Shape>
+M3_DEVICE_INLINE void announce_combined(Context<Shape>& context, int first_task, int stride, int together) {
   const Shape& shape = context.shape;
   const int hidden = shape.hidden(), rows = shape.rows();
-  const Tasks tasks = tasks_of_block(protocol::DOWN_START, protocol::down_tasks(hidden));
+  M3_ROLLED for (int item = platform::thread_index(); item < together * rows * protocol::DOWN_PAIRS; item += platform::block_threads()) {
+    const int in_task = item % protocol::DOWN_PAIRS, row = item / protocol::DOWN_PAIRS % rows, which = item / protocol::DOWN_PAIRS / rows;
+    const int column_pair = (first_task + which * stride) * protocol::DOWN_PAIRS + in_task;
+    if (column_pair >= protocol::column_pairs(hidden) || !context.may_announce(Site::FINAL)) continue;
+    const Bits64 word =
+        context.pair(protocol::pack_bf16_pair(combine(context, which, row, 2 * in_task), combine(context, which, row, 2 * in_task + 1)));
+    for (int i = 0; i < shape.world(); ++i) {
+      const int target = (context.rank() + i) % shape.world();
+      platform::store_system(context.ffn_pair(target, context.rank(), row, column_pair), word);
+    }
+  }
+}
+
+template <class Format, class Shape>
+M3_DEVICE_INLINE void down(Context<Shape>& context) {
+  const Tasks tasks = tasks_of_block(protocol::DOWN_START, protocol::down_tasks(context.shape.hidden()));
   for (int first = tasks.first; first < tasks.count; first += platform::kDownTasks * tasks.stride) {
     const int together = tasks_together(tasks, first);
     down_shares<Format>(context, DownWork<Format, Shape>(context, platform::uniform(platform::wave_index()), first, tasks.stride, together));
     platform::block_barrier();
-    for (int item = platform::thread_index(); item < together * rows * protocol::DOWN_PAIRS; item += platform::block_threads()) {
-      const int in_task = item % protocol::DOWN_PAIRS, row = item / protocol::DOWN_PAIRS % rows, which = item / protocol::DOWN_PAIRS / rows;
-      const int column_pair = (first + which * tasks.stride) * protocol::DOWN_PAIRS + in_task;
-      if (column_pair >= protocol::column_pairs(hidden) || !context.may_announce(Site::FINAL)) continue;
-      const Bits64 word =
-          context.pair(protocol::pack_bf16_pair(combine(context, which, row, 2 * in_task), combine(context, which, row, 2 * in_task + 1)));
-      for (int i = 0; i < shape.world(); ++i) {
-        const int target = (context.rank() + i) % shape.world();
-        platform::store_system(context.ffn_pair(target, context.rank(), row, column_pair), word);
-      }
-    }
+    announce_combined(context, first, tasks.stride, together);
     platform::block_barrier();
   }
 }

@@ -64,12 +64,6 @@ struct DownWork {
   }
 };
 
-// The tasks that a block takes together from task `first` on.
-M3_DEVICE_INLINE int tasks_together(const Tasks& tasks, int first) {
-  const int left = protocol::ceil_div(tasks.count - first, tasks.stride);
-  return left < platform::kDownTasks ? left : platform::kDownTasks;
-}
-
 template <class Format, class Shape>
 M3_DEVICE_INLINE typename Format::Matrices down_matrices(const Context<Shape>& context) {
   return {context.arguments.w2, context.arguments.s2, context.shape.hidden(), context.shape.intermediate()};

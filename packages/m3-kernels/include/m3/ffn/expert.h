@@ -15,6 +15,23 @@ M3_DEVICE_INLINE int slot_columns(const Shared<Shape>& shared, int slot) {
   return shared.slot_first[slot + 1] - shared.slot_first[slot];
 }
 
+// Columns of a slot in the pass that begins with `first_column`.
+template <class Shape>
+M3_DEVICE_INLINE int columns_of_pass(const Shared<Shape>& shared, int slot, int first_column) {
+  const int left = slot_columns(shared, slot) - first_column;
+  return left < kPassColumns ? left : kPassColumns;
+}
+
+// K blocks, and those of a segment.
+M3_DEVICE_INLINE constexpr int blocks_of(int k) { return (k + kBlockK - 1) / kBlockK; }
+M3_DEVICE_INLINE constexpr int segment_of(int k) { return (blocks_of(k) + kSegments - 1) / kSegments; }
+
+// The tasks of stage down that a block takes together from task `first` on.
+M3_DEVICE_INLINE int tasks_together(const Tasks& tasks, int first) {
+  const int left = protocol::ceil_div(tasks.count - first, tasks.stride);
+  return left < platform::kDownTasks ? left : platform::kDownTasks;
+}
+
 // Where the activations that a lane multiplies lie, from some K block on. Past the last column of a pass it is the last one again: a
 // column's sums depend on that column alone, and nobody reads those sums.
 struct Activations {

@@ -3,7 +3,7 @@
 // Reference: m3_kernels.reference.gate_up.
 //
 // Order of the sum: K blocks of 128 are dealt to 8 segments in runs, each summed as the platform's tile operation does, four 32-deep steps a
-// block, the segments in order. Activation: g = min(g, limit), u = clamp(u, -limit, limit), g * sigmoid(alpha g) * (u + beta), a NaN stays;
+// block, the segments pairwise, so that waves may take one, two or four of them. Activation: g = min(g, limit), u = clamp(u, -limit, limit), g * sigmoid(alpha g) * (u + beta), a NaN stays;
 // rounded to bf16 once.
 //
 // No wave waits for the others of its team: each leaves its segments' sums in shared memory and goes on with the next task. The waves end the
@@ -25,8 +25,6 @@ M3_DEVICE_INLINE float swiglu(float gate, float up, const Constants& constants) 
 // segment's K blocks. The wave has segments wave, wave + waves, ... of every task.
 template <class Format, class Shape>
 struct GateUpWork {
-  M3_DEVICE_METHOD static constexpr int blocks_of(int k) { return (k + kBlockK - 1) / kBlockK; }
-  M3_DEVICE_METHOD static constexpr int segment_of(int k) { return (blocks_of(k) + kSegments - 1) / kSegments; }
   M3_DEVICE_METHOD static constexpr int group_of_shape() {
     if constexpr (Shape::kIsStatic) return group_of(segment_of(Shape::hidden()), Format::kDepth);
     return Format::kDepth;
@@ -107,8 +105,8 @@ M3_DEVICE_INLINE void wait_for_signal(int* word, int least) {
 }
 
 // Adds the segments of a tile, applies the activation and stores MID, two neighbouring places of a run a lane.
-template <class Format, class Shape>
-M3_DEVICE_INLINE void store_intermediate(Context<Shape>& context, const typename Shared<Shape>::Partial& partial, const PendingTask& task, int segments) {
+template <class Format, int kMostParts, class Shape>
+M3_DEVICE_INLINE void store_intermediate(Context<Shape>& context, const float (*partial)[kTile * platform::kTileColumns], const PendingTask& task, int parts) {
   constexpr int kRows = protocol::GATE_UP_ROWS;
   static_assert(kRows == kRun);
   const Shape& shape = context.shape;
@@ -118,8 +116,8 @@ M3_DEVICE_INLINE void store_intermediate(Context<Shape>& context, const typename
     Bits32 value[2];
     M3_UNROLL for (int i = 0; i < 2; ++i) {
       const int row = Format::element(place + i);
-      const float gate = sum_of_segments(partial, row, column, segments);
-      const float up = sum_of_segments(partial, kRows + row, column, segments);
+      const float gate = sum_pairwise<kMostParts>(partial, row, column, parts);
+      const float up = sum_pairwise<kMostParts>(partial, kRows + row, column, parts);
       // Rows past the matrix become the zeros that stage down's last K step reads.
       value[i] = task.tile * kRows + row < intermediate ? float_to_bf16(swiglu(gate, up, context.arguments.constants)) : 0;
     }
@@ -128,13 +126,15 @@ M3_DEVICE_INLINE void store_intermediate(Context<Shape>& context, const typename
   }
 }
 
-// Ends a task: waits until every wave has left its sums, adds them and, with the last of the slot's columns, announces the tile.
-template <class Format, class Shape>
-M3_DEVICE_INLINE void end_task(Context<Shape>& context, const Team& team, int waves, int segments, const PendingTask& task) {
+// Ends a task: waits until every wave has left its sums, the `parts` of the tile, adds them and, with the last of the slot's columns, announces
+// the tile.
+template <class Format, int kMostParts, class Shape>
+M3_DEVICE_INLINE void end_task(Context<Shape>& context, const Team& team, int waves, const float (*partial)[kTile * platform::kTileColumns], int parts,
+                               const PendingTask& task) {
   auto& shared = context.shared;
   const int first = team.index * kTasksInFlight;
   wait_for_signal(&shared.arrived[first + task.place()], waves * (task.round() + 1));
-  store_intermediate<Format>(context, shared.partial[first + task.place()], task, segments);
+  store_intermediate<Format, kMostParts>(context, partial, task, parts);
   // The tasks before it are the same tile's other columns: they must be stored before the tile is announced.
   if (task.first_column > 0) wait_for_signal(&shared.ended[first + (task.number - 1) % kTasksInFlight], (task.number - 1) / kTasksInFlight + 1);
   platform::drain_stores();
@@ -172,6 +172,9 @@ M3_DEVICE_INLINE void gate_up(Context<Shape>& context, const Team& team, int& nu
     now.load<Format>(columns[0], 0, end, work.whole());
   }
   PendingTask pending{-1, 0, 0, 0, 0, false};
+  const auto end_pending = [&] {
+    end_task<Format, kSegments>(context, team, waves, shared.partial[team.index * kTasksInFlight + pending.place()], segments, pending);
+  };
   platform::Accumulator sum[kOwnSegments] = {};
   bool told = false;
   M3_ROLLED while (work.valid()) {
@@ -195,7 +198,7 @@ M3_DEVICE_INLINE void gate_up(Context<Shape>& context, const Team& team, int& nu
       platform::wave_barrier();
       if (platform::lane_index() == 0) platform::signal_add(&shared.arrived[index], 1);
       if (pending.number >= 0) {
-        end_task<Format>(context, team, waves, segments, pending);
+        end_pending();
         pending.number = -1;
       }
       if (number % waves == team.wave) pending = {number, work.slot(), work.tile_index(), work.first_column(), work.count(), work.is_last_pass()};
@@ -204,8 +207,14 @@ M3_DEVICE_INLINE void gate_up(Context<Shape>& context, const Team& team, int& nu
     work = following;
     now = next;
   }
-  if (pending.number >= 0) end_task<Format>(context, team, waves, segments, pending);
+  if (pending.number >= 0) end_pending();
   if (!told) when_drained();
+}
+
+// Slots of the shared expert: none if every row is padded.
+template <class Shape>
+M3_DEVICE_INLINE int shared_slots(const Context<Shape>& context) {
+  return slot_columns(context.shared, 0) > 0 ? 1 : 0;
 }
 
 // Stages shared_up, table and up. Stage shared_up is the shared expert over the rows that are not padded, slot 0; stage up the picked experts
@@ -218,8 +227,7 @@ M3_DEVICE_INLINE void shared_up_table_up(Context<Shape>& context) {
   M3_ROLLED for (int routed = 0; routed < 2; ++routed) {
     if (routed) table(context);
     context.stamp(6 + routed);
-    const int slots = routed ? context.shared.slot_count : slot_columns(context.shared, 0) > 0 ? 1 : 0;
-    gate_up<Format>(context, team, number, routed ? protocol::UP_START : protocol::SHARED_UP_START, routed, slots, [&] {
+    gate_up<Format>(context, team, number, routed ? protocol::UP_START : protocol::SHARED_UP_START, routed, routed ? context.shared.slot_count : shared_slots(context), [&] {
       if (routed) prefetch_down<Format>(context);
     });
   }

@@ -4,6 +4,7 @@
 // earlier stages announce, on this rank or on a peer; so with every block of every rank running, the stages complete one after another
 // whatever the grid.
 #pragma once
+#include "m3/ffn/copied.h"
 #include "m3/ffn/down.h"
 #include "m3/ffn/final.h"
 #include "m3/ffn/finish.h"
@@ -20,7 +21,7 @@
 namespace m3::ffn {
 
 template <class Format, class Shape>
-M3_DEVICE_INLINE void launch(const Arguments& arguments, Shared<Shape>& shared) {
+M3_DEVICE_INLINE void launch(const Arguments& arguments, BlockShared<Format, Shape>& shared) {
   if (arguments.mode == static_cast<int>(Mode::skip)) return;
   Context<Shape> context(arguments, shared);
   prefetch_known<Format>(context);
@@ -30,6 +31,7 @@ M3_DEVICE_INLINE void launch(const Arguments& arguments, Shared<Shape>& shared) 
     push(context);
     context.stamp(1);
     list_valid_rows(context);
+    prepare_ring<Format>(context);
     if constexpr (platform::kWholeRows) {
       context.stamp(2);
       reduce_rows<Format>(context);
@@ -44,10 +46,14 @@ M3_DEVICE_INLINE void launch(const Arguments& arguments, Shared<Shape>& shared) 
     route(context);
     platform::block_barrier();
     context.stamp(5);
-    shared_up_table_up<Format>(context);
-    context.stamp(8);
-    if (context.flight_outcome() == 0) context.record(protocol::FLIGHT_DOWN);
-    down<Format>(context);
+    if constexpr (Format::kCopied) {
+      copied_experts<Format>(context);
+    } else {
+      shared_up_table_up<Format>(context);
+      context.stamp(8);
+      if (context.flight_outcome() == 0) context.record(protocol::FLIGHT_DOWN);
+      down<Format>(context);
+    }
     context.stamp(9);
     final(context);
     context.stamp(10);

@@ -41,11 +41,19 @@ M3_DEVICE_INLINE void prefetch_known(const Context<Shape>& context) {
   const Shape& shape = context.shape;
   const Arguments& arguments = context.arguments;
   const int hidden = shape.hidden(), intermediate = shape.intermediate(), shared_expert = shape.experts();
-  const typename Format::Matrices matrices[2] = {{arguments.w13, arguments.s13, 2 * intermediate, hidden}, down_matrices<Format>(context)};
   prefetch_part(arguments.router, 4 * shape.experts() * hidden);
-  M3_UNROLL for (int i = 0; i < 2; ++i) {
-    prefetch_part(matrices[i].rows_begin(shared_expert, 0), matrices[i].bytes_of_rows(matrices[i].rows));
-    prefetch_part(matrices[i].scales_begin(shared_expert, 0), matrices[i].scale_bytes_of_rows(matrices[i].rows));
+  if constexpr (Format::kCopied) {
+    const int up_bytes = protocol::gate_up_tiles(intermediate) * blocks_of(hidden) * Format::kStepBytes;
+    const int down_bytes = protocol::down_tasks(hidden) * blocks_of(intermediate) * Format::kStepBytes;
+    prefetch_part(arguments.w13 + static_cast<long long>(shared_expert) * up_bytes, up_bytes);
+    prefetch_part(arguments.w2 + static_cast<long long>(shared_expert) * down_bytes, down_bytes);
+    return;
+  } else {
+    const typename Format::Matrices matrices[2] = {{arguments.w13, arguments.s13, 2 * intermediate, hidden}, down_matrices<Format>(context)};
+    M3_UNROLL for (int i = 0; i < 2; ++i) {
+      prefetch_part(matrices[i].rows_begin(shared_expert, 0), matrices[i].bytes_of_rows(matrices[i].rows));
+      prefetch_part(matrices[i].scales_begin(shared_expert, 0), matrices[i].scale_bytes_of_rows(matrices[i].rows));
+    }
   }
 }
 

@@ -112,10 +112,13 @@ M3_DEVICE_INLINE float sum_of_shared_squares(const Context<Shape>& context) {
 // A thread's columns of X.
 template <class Format>
 M3_DEVICE_INLINE void store_x(Bits16* x, int column, int hidden, const Bits32 (&pair)[kColumnsTogether / 2]) {
-  if constexpr (place_of<Format>(1) == 1) return store_columns(x, column, hidden, pair);
-  M3_UNROLL for (int i = 0; i < kColumnsTogether; ++i) {
-    const int place = column + i;
-    if (place < hidden) x[place / kRun * kRun + place_in_run<Format>(place % kRun)] = static_cast<Bits16>(pair[i / 2] >> (16 * (i % 2)));
+  if constexpr (place_of<Format>(1) == 1) {
+    store_columns(x, column, hidden, pair);
+  } else {
+    M3_UNROLL for (int i = 0; i < kColumnsTogether; ++i) {
+      const int place = column + i;
+      if (place < hidden) x[place / kRun * kRun + place_in_run<Format>(place % kRun)] = static_cast<Bits16>(pair[i / 2] >> (16 * (i % 2)));
+    }
   }
 }
 

@@ -11,7 +11,7 @@ M3_DEVICE_INLINE void list_valid_rows(Context<Shape>& context) {
   auto& shared = context.shared;
   const int rows = context.shape.rows(), top_k = context.shape.top_k();
   for (int slot = platform::thread_index(); slot < Shared<Shape>::kMostSlots; slot += platform::block_threads()) shared.slot_ready[slot] = 0;
-  for (int place = platform::thread_index(); place < platform::kMostTeams * kTasksInFlight; place += platform::block_threads()) {
+  for (int place = platform::thread_index(); place < Shared<Shape>::kTaskPlaces; place += platform::block_threads()) {
     shared.arrived[place] = shared.ended[place] = 0;
   }
   for (int row = platform::thread_index(); row < rows; row += platform::block_threads()) {

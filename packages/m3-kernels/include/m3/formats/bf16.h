@@ -5,6 +5,9 @@
 namespace m3::formats {
 
 struct Bf16 {
+  // Weights are loaded into registers.
+  static constexpr bool kCopied = false;
+
   // Steps of a wave in flight; a step is 64 bytes a fragment row, and registers hold them.
   static constexpr int kDepth = 4 / platform::kFragmentRows;
 

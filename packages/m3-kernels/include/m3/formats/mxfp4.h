@@ -13,6 +13,9 @@ M3_DEVICE_INLINE constexpr Bits32 shuffled_scale(Bits32 row, Bits32 group, Bits3
 // kAnyScale: whether a scale may be beyond what the target's fast conversion takes.
 template <bool kAnyScale>
 struct Mxfp4Of {
+  // Weights are loaded into registers.
+  static constexpr bool kCopied = false;
+
   // Steps of a wave in flight; a step is 20 bytes a fragment row.
   static constexpr int kDepth = 6 / platform::kFragmentRows;
 

@@ -53,6 +53,7 @@ M3_DEVICE_INLINE int uniform(int value) { return __builtin_amdgcn_readfirstlane(
 M3_DEVICE_INLINE int of_first_lane(int value) { return uniform(value); }
 
 constexpr int kMostTeams = 1;
+constexpr int kMostWaves = kLeastWaves;
 
 M3_DEVICE_INLINE void set_flag(int* flag) { __hip_atomic_store(flag, 1, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP); }
 M3_DEVICE_INLINE bool flag_is_set(int* flag) { return __hip_atomic_load(flag, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP) != 0; }

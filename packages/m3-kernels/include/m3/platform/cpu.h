@@ -58,6 +58,7 @@ M3_DEVICE_INLINE int of_first_lane(int value) {
 }
 
 constexpr int kMostTeams = 1;
+constexpr int kMostWaves = 1024 / kWaveWidth;
 
 M3_DEVICE_INLINE void set_flag(int* flag) { std::atomic_ref<int>(*flag).store(1, std::memory_order_relaxed); }
 M3_DEVICE_INLINE bool flag_is_set(int* flag) { return std::atomic_ref<int>(*flag).load(std::memory_order_relaxed) != 0; }
@@ -117,6 +118,24 @@ M3_DEVICE_INLINE T load_kept(const T* address) {
   return *address;
 }
 M3_DEVICE_INLINE void prefetch(const void*, int) {}
+
+// ---- copies ----
+// A copy is made at once; the word counts the copies that have come, so that its lowest bit is the phase.
+
+constexpr int kCopyPlaces = 2;
+struct CopyBarrier {
+  int copies;
+};
+M3_DEVICE_INLINE constexpr int copying_team_waves(int) { return 8; }
+M3_DEVICE_INLINE void prepare_copies(CopyBarrier* barrier) { signal(&barrier->copies, 0); }
+M3_DEVICE_INLINE void prepared_copies() {}
+M3_DEVICE_INLINE void copy_streamed(void* shared, const void* address, int bytes, CopyBarrier* barrier) {
+  std::memcpy(shared, address, static_cast<std::size_t>(bytes));
+  signal_add(&barrier->copies, 1);
+}
+M3_DEVICE_INLINE void wait_for_copy(CopyBarrier* barrier, int phase) {
+  while ((signalled(&barrier->copies) & 1) == phase) pause();
+}
 
 // ---- numbers ----
 
@@ -239,12 +258,26 @@ M3_DEVICE_INLINE void widen_fp4(const Bytes16 (&codes)[kFragmentRows], const Bit
 }
 M3_DEVICE_INLINE constexpr int fp4_element(int place) { return place; }
 
+// The places of sign and magnitude in a half of a word of spread codes, by pair; m3_kernels.formats.tiled has the same.
+M3_DEVICE_INLINE Bits32 spread_fp4_factor(Bits32 code) { return code; }
+M3_DEVICE_INLINE void widen_spread_fp4(Bits32 word, Bits32 scale_code, Bits32 (&pairs)[4]) {
+  constexpr int kSign[4] = {15, 12, 13, 14}, kMagnitude[4] = {6, 3, 0, 9};
+  Bits32 codes = 0;
+  for (int pair = 0; pair < 4; ++pair) {
+    for (int half = 0; half < 2; ++half) {
+      const Bits32 bits = word >> (16 * half), code = (bits >> kMagnitude[pair] & 7u) | (bits >> kSign[pair] & 1u) << 3;
+      codes |= code << (4 * (2 * pair + half));
+    }
+  }
+  widen_fp4_by_arithmetic(codes, scale_code, pairs);
+}
+
 // ---- schedule ----
 
 #ifdef M3_WHOLE_ROWS
-constexpr bool kWholeRows = true;
+constexpr bool kWholeRows = true, kSharedFirst = false;
 #else
-constexpr bool kWholeRows = false;
+constexpr bool kWholeRows = false, kSharedFirst = true;
 #endif
 constexpr int kDownTasks = 1;
 constexpr bool kPrefetchKnown = false;

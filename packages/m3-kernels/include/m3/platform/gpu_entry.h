@@ -23,17 +23,17 @@ extern "C" __device__ const unsigned m3_arguments_layout[] = {
 #undef M3_FIELD
 
 #define M3_KERNEL(name, Format, Shape)                                                                  \
-  extern "C" __device__ const unsigned name##_shared_bytes = sizeof(m3::ffn::Shared<Shape>);            \
+  extern "C" __device__ const unsigned name##_shared_bytes = sizeof(m3::ffn::BlockShared<Format, Shape>);   \
   extern "C" M3_GLOBAL void M3_LAUNCH_BOUNDS name(const M3_PARAMETER m3::ffn::Arguments arguments) { \
     extern __shared__ m3::Bytes16 m3_shared[];                                                          \
-    m3::ffn::launch<Format, Shape>(arguments, *reinterpret_cast<m3::ffn::Shared<Shape>*>(m3_shared));   \
+    m3::ffn::launch<Format, Shape>(arguments, *reinterpret_cast<m3::ffn::BlockShared<Format, Shape>*>(m3_shared));   \
   }
 
 #else
 
 #define M3_KERNEL(name, Format, Shape)                                                                  \
   extern "C" M3_GLOBAL void M3_LAUNCH_BOUNDS name(const M3_PARAMETER m3::ffn::Arguments arguments) {    \
-    M3_SHARED m3::ffn::Shared<Shape> shared;                                                            \
+    M3_SHARED m3::ffn::BlockShared<Format, Shape> shared;                                               \
     m3::ffn::launch<Format, Shape>(arguments, shared);                                                  \
   }
 

@@ -40,6 +40,7 @@ M3_DEVICE_INLINE int uniform(int value) { return __shfl_sync(0xFFFFFFFFu, value,
 M3_DEVICE_INLINE int of_first_lane(int value) { return uniform(value); }
 
 constexpr int kMostTeams = 2;
+constexpr int kMostWaves = kLeastWaves;
 
 template <class T>
 M3_DEVICE_INLINE T shuffle_xor(T value, int mask) {
@@ -163,6 +164,41 @@ M3_DEVICE_INLINE void prefetch(const void* address, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(static_cast<unsigned>(bytes)));
 }
 
+// ---- copies ----
+// Bulk copies by the multiprocessor's copy unit; a barrier in shared memory counts a place's bytes. The weights leave the L2 cache first: they
+// are read once, while code and activations are wanted again.
+
+#ifndef M3_COPY_PLACES
+#define M3_COPY_PLACES 2
+#endif
+constexpr int kCopyPlaces = M3_COPY_PLACES;
+struct alignas(8) CopyBarrier {
+  Bits64 word;
+};
+// Few rows have few tiles, which more waves then share.
+M3_DEVICE_INLINE constexpr int copying_team_waves(int most_rows) { return most_rows <= 4 ? 4 : 2; }
+M3_DEVICE_INLINE unsigned shared_address(const void* shared) { return static_cast<unsigned>(__cvta_generic_to_shared(shared)); }
+M3_DEVICE_INLINE void prepare_copies(CopyBarrier* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+M3_DEVICE_INLINE void prepared_copies() { asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory"); }
+M3_DEVICE_INLINE void copy_streamed(void* shared, const void* address, int bytes, CopyBarrier* barrier) {
+  asm volatile(
+      "{\n .reg .b64 policy, ignored;\n"
+      " createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      " mbarrier.arrive.expect_tx.shared::cta.b64 ignored, [%3], %2;\n"
+      " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n}"
+      ::"r"(shared_address(shared)), "l"(address), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+M3_DEVICE_INLINE void wait_for_copy(const CopyBarrier* barrier, int phase) {
+  asm volatile(
+      "{\n .reg .pred there;\n"
+      "again_%=:\n mbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n @!there bra again_%=;\n}"
+      ::"r"(shared_address(barrier)), "r"(phase)
+      : "memory");
+}
+
 // ---- numbers ----
 
 // To nearest even, as everywhere; a NaN becomes 0x7FFF, where other targets make it 0x7FC0.
@@ -278,6 +314,17 @@ M3_DEVICE_INLINE Bits32 spread_nibbles(Bits32 codes, Bits32 mask, int shift) {
   return (codes & mask) * ((1u << (6 - shift)) + (1u << (12 - shift))) & 0x81C081C0u;
 }
 
+// Spread codes: in each half of a word the codes of pairs 0 and 1 lie so that one shift brings them into place, sign and magnitude; the sign
+// of pairs 2 and 3 takes another way.
+M3_DEVICE_INLINE Bits32 spread_fp4_factor(Bits32 code) { return code * 0x00800080u + 0x3F003F00u; }
+M3_DEVICE_INLINE void widen_spread_fp4(Bits32 word, Bits32 factor, Bits32 (&pairs)[4]) {
+  constexpr Bits32 kPattern = 0x81C081C0u, kMagnitude = 0x01C001C0u, kSign = 0x80008000u;
+  pairs[0] = multiply_pair(word & kPattern, factor);
+  pairs[1] = multiply_pair((word << 3) & kPattern, factor);
+  pairs[2] = multiply_pair((word & 0x20072007u) * 0x44u & kPattern, factor);
+  pairs[3] = multiply_pair(((word >> 3) & kMagnitude) | ((word << 1) & kSign), factor);
+}
+
 constexpr Bits32 kLargestPlainScale = 128;
 
 // 2^(code - 127) times the 2^126 that the pattern lacks, in both halves. Beyond code 128 that is no bf16: the rest is a second factor.
@@ -309,6 +356,7 @@ M3_DEVICE_INLINE void widen_fp4(const Bytes16 (&codes)[kFragmentRows], const Bit
 // ---- schedule ----
 
 constexpr bool kWholeRows = true;
+constexpr bool kSharedFirst = false;
 // 384 tasks of stage down on 132 multiprocessors are three for most.
 constexpr int kDownTasks = 3;
 constexpr bool kPrefetchKnown = true;

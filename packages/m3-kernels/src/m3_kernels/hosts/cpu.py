@@ -31,7 +31,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.m3_read_fault.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.m3_abort.restype = None
     library.m3_abort.argtypes = [ctypes.POINTER(ctypes.c_longlong), ctypes.c_int, ctypes.c_int]
-    for name in ("m3_ffn_bf16", "m3_ffn_mxfp4"):
+    for name in ("m3_ffn_bf16", "m3_ffn_mxfp4", "m3_ffn_mxfp4_tiled"):
         entry = getattr(library, name)
         entry.restype = None
         entry.argtypes = [ctypes.c_void_p, ctypes.POINTER(Arguments)]

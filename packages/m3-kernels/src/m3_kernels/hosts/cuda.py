@@ -18,7 +18,7 @@ from m3_kernels.hosts.arguments import Arguments, layout
 from m3_kernels.hosts.base import ANY_SCALE
 from m3_kernels.hosts.cuda_driver import STREAM_NON_BLOCKING, CudaDriver, DeviceAttribute, FunctionAttribute, Handle
 
-ENTRIES = ("m3_ffn_bf16", "m3_ffn_mxfp4", "m3_ffn_mxfp4" + ANY_SCALE)
+ENTRIES = ("m3_ffn_bf16", "m3_ffn_mxfp4", "m3_ffn_mxfp4" + ANY_SCALE, "m3_ffn_mxfp4_tiled")
 COMPUTE_CAPABILITY = (9, 0)
 # Beyond this E8M0 code a scale is no bf16 once it has made up for the FP4 pattern's exponent (platform/nvidia.h).
 PLAIN_SCALES = 128

@@ -3,6 +3,7 @@ summation; float64 with the launch's rounding points, for targets whose sums run
 
 from __future__ import annotations
 
+import functools
 import math
 
 import attrs
@@ -81,7 +82,7 @@ class Arithmetic:
         log2_e = torch.tensor(LOG2_E, dtype=self.dtype, device=values.device)
         return 1.0 / (1.0 + self.exp2(-values * log2_e))
 
-    def dot(self, rows: Tensor, matrix: Tensor, order: Tensor, segment: int) -> Tensor:
+    def dot(self, rows: Tensor, matrix: Tensor, order: Tensor, segment: int, *, pairwise: bool = False) -> Tensor:
         """``rows @ matrix.T``; ordered: added in ``order``, every ``segment`` terms apart, the segments' sums in order.
 
         Args:
@@ -89,21 +90,26 @@ class Arithmetic:
             matrix: [m, K].
             order: the K indices in the order in which they are added, -1 where a term is nothing.
             segment: terms of a segment.
+            pairwise: whether the sums of the eight segments, absent ones 0, are added as neighbours, then neighbouring pairs, then fours.
 
         Returns:
             [n, m].
         """
         if not self.ordered:
             return rows @ matrix.T
-        total: Tensor | None = None
+        parts = []
         for start in range(0, order.numel(), segment):
             indices = [int(k) for k in order[start : start + segment] if k >= 0]
             part = torch.zeros(rows.shape[0], matrix.shape[0], dtype=self.dtype, device=rows.device)
             for k in indices:
                 part = part + rows[:, k, None] * matrix[None, :, k]
-            total = part if total is None else total + part
-        assert total is not None
-        return total
+            parts.append(part)
+        if not pairwise:
+            return functools.reduce(torch.add, parts)
+        parts += [torch.zeros_like(parts[0])] * (SEGMENTS - len(parts))
+        while len(parts) > 1:
+            parts = [parts[i] + parts[i + 1] for i in range(0, len(parts), 2)]
+        return parts[0]
 
 
 EXACT = Arithmetic(torch.float64, rounds=False, ordered=False)

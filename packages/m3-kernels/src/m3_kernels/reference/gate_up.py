@@ -32,6 +32,7 @@ def gate_up(x: Tensor, w13: Tensor, constants: FfnConstants, arithmetic: Arithme
         [n, intermediate].
     """
     hidden = x.shape[1]
-    both = arithmetic.dot(arithmetic.widen(x), arithmetic.widen(w13), block_order(hidden, grouped=grouped), segment_of_blocks(hidden))
+    order, segment = block_order(hidden, grouped=grouped), segment_of_blocks(hidden)
+    both = arithmetic.dot(arithmetic.widen(x), arithmetic.widen(w13), order, segment, pairwise=True)
     gate, up = both.chunk(2, dim=1)
     return swiglu(gate, up, constants, arithmetic)

@@ -11,8 +11,9 @@ from torch import Tensor
 from m3_core.errors import ConfigurationError
 from m3_core.formulas import round_up
 from m3_kernels.ffn import ExpertFormat, FfnConstants, FfnWeights
-from m3_kernels.formats.mxfp4 import GROUP, dequantize_shuffled
+from m3_kernels.formats.mxfp4 import GROUP, dequantize, dequantize_shuffled
 from m3_kernels.formats.shuffle import SCALE_GROUPS_MULTIPLE
+from m3_kernels.formats.tiled import TILE_ROWS, untile
 from m3_kernels.reference.arithmetic import Arithmetic
 from m3_kernels.reference.down import combine, down
 from m3_kernels.reference.final import final
@@ -43,18 +44,26 @@ class Experts:
         """The plain values of ``weights``, exactly."""
         if weights.format is ExpertFormat.BF16:
             return cls(weights.w13, weights.w2, grouped=False)
-        if weights.s13 is None or weights.s2 is None:
-            raise ConfigurationError("mxfp4 weights without scales: pass s13 and s2")
-        return cls(dequantize_shuffled(weights.w13, weights.s13), dequantize_shuffled(weights.w2, weights.s2), grouped=True)
+        pairs = [expert_matrices(weights, expert) for expert in range(weights.w13.shape[0])]
+        return cls(torch.stack([w13 for w13, _ in pairs]), torch.stack([w2 for _, w2 in pairs]), grouped=True)
 
 
 def expert_matrices(weights: FfnWeights, expert: int) -> tuple[Tensor, Tensor]:
     """One expert's w13 [2 * intermediate, hidden] and w2 [hidden, intermediate], exactly."""
     if weights.format is ExpertFormat.BF16:
         return weights.w13[expert], weights.w2[expert]
+    if weights.format is ExpertFormat.MXFP4_TILED:
+        return _untiled(weights.w13[expert], weights.post_norm.numel(), gate_up=True), _untiled(
+            weights.w2[expert], weights.w13.shape[1] * TILE_ROWS // 2, gate_up=False
+        )
     if weights.s13 is None or weights.s2 is None:
         raise ConfigurationError("mxfp4 weights without scales: pass s13 and s2")
     return _dequantized(weights.w13, weights.s13, expert), _dequantized(weights.w2, weights.s2, expert)
+
+
+def _untiled(tiled: Tensor, k: int, *, gate_up: bool) -> Tensor:
+    codes, scales = untile(tiled[None], k, gate_up=gate_up)
+    return dequantize(codes, scales)[0]
 
 
 def _dequantized(values: Tensor, scales: Tensor, expert: int) -> Tensor:
@@ -131,7 +140,7 @@ def _expert_stages(
     x: Tensor, weights: FfnWeights, slots: Sequence[Slot], top_k: int, constants: FfnConstants, arithmetic: Arithmetic
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     rows, hidden = x.shape
-    grouped = weights.format is ExpertFormat.MXFP4
+    grouped = weights.format is not ExpertFormat.BF16
     contributions = torch.zeros((top_k + 1) * rows, hidden, dtype=arithmetic.dtype, device=x.device)
     mids = []
     for slot in slots:

@@ -5,7 +5,8 @@
 #include <new>
 #include <system_error>
 
-#include "m3/platform/cpu.h"
+#include "m3/ffn/ring.h"
+#include "m3/formats/tiled_mxfp4.h"
 
 #ifndef M3_BUILD_KEY
 #define M3_BUILD_KEY "unkeyed"
@@ -15,9 +16,14 @@
 
 namespace m3::platform::cpu {
 
+// Residents serve every format: a block's memory is that of the largest.
+constexpr std::size_t kSharedBytes = sizeof(ffn::BlockShared<formats::TiledMxfp4, DynamicShape>);
+
 template <class Format, class Shape>
 void run_thread(const void* arguments) {
-  ffn::launch<Format, Shape>(*static_cast<const ffn::Arguments*>(arguments), *static_cast<ffn::Shared<Shape>*>(current->shared()));
+  using Block = ffn::BlockShared<Format, Shape>;
+  static_assert(sizeof(Block) <= kSharedBytes);
+  ffn::launch<Format, Shape>(*static_cast<const ffn::Arguments*>(arguments), *static_cast<Block*>(current->shared()));
 }
 
 }  // namespace m3::platform::cpu
@@ -100,4 +106,4 @@ M3_EXPORT void m3_abort(const long long* peers, int world, int rank) {
   }
 }
 
-M3_EXPORT std::size_t m3_shared_bytes() { return sizeof(m3::ffn::Shared<m3::DynamicShape>); }
+M3_EXPORT std::size_t m3_shared_bytes() { return m3::platform::cpu::kSharedBytes; }
