@@ -232,14 +232,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     peers: list[peer_marlin.PeerLayer] = []
     results = []
     print("format rows  distinct      MB |       us   TB/s | limit us  ratio |  peer us  ratio", flush=True)
-    for format, rows_list in ((ExpertFormat.MXFP4, options.mxfp4), (ExpertFormat.BF16, options.bf16)):
+    for format, rows_list in ((ExpertFormat.MXFP4_TILED, options.mxfp4), (ExpertFormat.BF16, options.bf16)):
         if not rows_list:
             continue
         rank = Rank.make(format, options.tp, device, LAYERS)
         for rows in rows_list:
             found = {"format": format.value, "tp": options.tp, "rows": rows, **rank.measure(rows, check=not options.no_check)}
             found["limit_us"] = stream.us(found["bytes"])
-            compared = options.peer_library is not None and format is ExpertFormat.MXFP4
+            compared = options.peer_library is not None and format is ExpertFormat.MXFP4_TILED
             found["peer_us"] = peer_us(options.peer_library, options.tp, rows, device, peers) if compared else None
             results.append(found)
             us, limit, peer = found["us"], found["limit_us"], found["peer_us"] or float("nan")

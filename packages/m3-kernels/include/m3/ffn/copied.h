@@ -27,15 +27,14 @@ M3_DEVICE_INLINE Team team_for_copies() {
 }
 
 // Sums of neighbouring segments, added pairwise as they come: level i holds the sum of 2^i segments.
+template <int kMostLevel>  // 2^kMostLevel segments at most
 struct PairwiseSum {
-  static constexpr int kLevels = 3;  // 2^3 segments
-  static_assert(kSegments == 1 << kLevels);
-  platform::Accumulator level[kLevels + 1];
+  platform::Accumulator level[kMostLevel + 1];
 
   // Adds the sum of segment `index` of the wave's.
   M3_DEVICE_METHOD void add(platform::Accumulator sum, int index) {
     bool moving = true;
-    M3_UNROLL for (int i = 0; i <= kLevels; ++i) {
+    M3_UNROLL for (int i = 0; i <= kMostLevel; ++i) {
       if (!moving) continue;
       moving = (index >> i & 1) != 0;
       M3_UNROLL for (int value = 0; value < platform::Accumulator::kValues; ++value) {
@@ -48,111 +47,139 @@ struct PairwiseSum {
     }
   }
   // The sum of `count` segments, a power of two, all added.
-  M3_DEVICE_METHOD const platform::Accumulator& of(int count) const {
-    return count == 8 ? level[3] : count == 4 ? level[2] : count == 2 ? level[1] : level[0];
+  M3_DEVICE_METHOD platform::Accumulator of(int count) const {
+    platform::Accumulator found = level[0];
+    M3_UNROLL for (int i = 1; i <= kMostLevel; ++i) {
+      M3_UNROLL for (int value = 0; value < platform::Accumulator::kValues; ++value) {
+        if (count == 1 << i) found.value[value] = level[i].value[value];
+      }
+    }
+    return found;
   }
 };
 
-// The gate and up tasks of slots `first_slot` to `end_slot` - 1; see gate_up.
+// What a wave multiplies with the weights of one tile: activations from some K block on, cut into segments.
+struct Run {
+  Activations activations;
+  int count;             // columns
+  int steps, segments, segment_steps;
+  int end;               // of the activations, from which on they are 0
+};
+
+// The products of a run, whose segments are added pairwise. All weights go through here, so that the code exists once.
 template <class Format, class Shape>
-M3_DEVICE_INLINE void gate_up_copied(Context<Shape>& context, CopiedWeights<Format, Shape>& weights, const Team& team, const Part& part, int& number,
-                                     UpTasks<Shape> work) {
+M3_DEVICE_INLINE platform::Accumulator multiply_run(CopiedWeights<Format, Shape>& weights, const Run& run) {
+  platform::ColumnsBf16 columns[CopiedWeights<Format, Shape>::kGroup][4];
+  if (run.steps > 0) run.activations.load<Format>(columns[0], 0, run.end, whole_steps<Shape>());
+  static_assert(kSegments == 8);
+  constexpr int kLeastWaves = platform::kLeastWaves < platform::copying_team_waves(Shape::kMostRows) ? platform::kLeastWaves : platform::copying_team_waves(Shape::kMostRows);
+  PairwiseSum<kLeastWaves >= 4 ? 1 : kLeastWaves >= 2 ? 2 : 3> sum;
+  M3_ROLLED for (int segment = 0; segment < run.segments; ++segment) {
+    platform::Accumulator one{};
+    const int first = segment * run.segment_steps, after = first + run.segment_steps;
+    multiply_copied<Format>(one, weights, run.activations, columns, first, after < run.steps ? after : run.steps, run.steps, run.count, run.end);
+    sum.add(one, segment);
+  }
+  return sum.of(run.segments);
+}
+
+// Leaves a wave's sum of a gate and up task in shared memory, and ends the task before, if that fell to this wave.
+template <class Format, class Shape>
+M3_DEVICE_INLINE void leave_sum(Context<Shape>& context, const Team& team, const platform::Accumulator& sum, int& number, PendingTask& pending,
+                                const UpTasks<Shape>& work) {
   constexpr int kMostParts = platform::copying_team_waves(Shape::kMostRows);
   auto& shared = context.shared;
-  const Shape& shape = context.shape;
-  const int hidden = shape.hidden(), end = protocol::hidden_stride(hidden), segment = segment_of(hidden);
   float(*const sums)[kTile * platform::kTileColumns] = &shared.partial[0][0];
-  PendingTask pending{-1, 0, 0, 0, 0, false};
-  const auto end_pending = [&] {
-    end_task<Format, kMostParts>(context, team, team.waves, sums + (team.index * kTasksInFlight + pending.place()) * team.waves, team.waves, pending);
-  };
-  M3_ROLLED for (; work.valid(); work.advance()) {
-    const int slot = work.slot(), first_column = work.first_column(), count = work.count(slot);
-    const short* picks = shared.column_pick + shared.slot_first[slot];
-    const Activations activations = Activations::of<Format>(first_column, count, part.first_step, [&](int column) -> const Bits16* {
-      return context.x + protocol::x_index(hidden, row_of_pick(shape, picks[column]), 0);
-    });
-    platform::ColumnsBf16 columns[CopiedWeights<Format, Shape>::kGroup][4];
-    if (part.steps > 0) activations.load<Format>(columns[0], 0, end, true);
-    PairwiseSum sum;
-    M3_ROLLED for (int own = 0; own < part.segments; ++own) {
-      platform::Accumulator one{};
-      const int first = own * segment, after = first + segment;
-      multiply_copied<Format>(one, weights, activations, columns, first, after < part.steps ? after : part.steps, part.steps, count, end);
-      sum.add(one, own);
-    }
-    const int place = number % kTasksInFlight, index = team.index * kTasksInFlight + place;
+  // Once more after the last task, for what is pending.
+  if (work.valid()) {
+    const int index = team.index * kTasksInFlight + number % kTasksInFlight;
     wait_for_signal(&shared.ended[index], number / kTasksInFlight);
-    store_partial(sums[index * team.waves + team.wave], sum.of(part.segments));
+    store_partial(sums[index * team.waves + team.wave], sum);
     platform::wave_barrier();
     if (platform::lane_index() == 0) platform::signal_add(&shared.arrived[index], 1);
-    if (pending.number >= 0) {
-      end_pending();
-      pending.number = -1;
-    }
-    if (number % team.waves == team.wave) pending = {number, slot, work.tile(), first_column, count, work.is_last_pass(slot)};
-    ++number;
   }
-  if (pending.number >= 0) end_pending();
+  if (pending.number >= 0) {
+    const int index = team.index * kTasksInFlight + pending.place();
+    end_task<Format, kMostParts>(context, team, team.waves, sums + index * team.waves, team.waves, pending);
+    pending.number = -1;
+  }
+  if (!work.valid()) return;
+  if (number % team.waves == team.wave) {
+    const int slot = work.slot();
+    pending = {number, slot, work.tile(), work.first_column(), work.count(slot), work.is_last_pass(slot)};
+  }
+  ++number;
 }
 
-// A wave's shares of the tasks of stage down that the block takes together; see down_shares.
-template <class Format, class Shape>
-M3_DEVICE_INLINE void down_copied_shares(Context<Shape>& context, CopiedWeights<Format, Shape>& weights, DownShares<Shape> work) {
-  auto& shared = context.shared;
-  const Shape& shape = context.shape;
-  const int rows = shape.rows(), intermediate = shape.intermediate(), steps = blocks_of(intermediate), lane = platform::lane_index();
-  const int end = protocol::gate_up_tiles(intermediate) * protocol::GATE_UP_ROWS;
-  M3_ROLLED for (; work.valid(); work.advance()) {
-    const int slot = work.slot, count = work.count();
-    if (work.pass == 0) wait_for_slot(context, slot);
-    const Activations activations = Activations::of<Format>(work.first_column(), count, 0, [&](int column) -> const Bits16* {
-      return context.mid + protocol::mid_index(rows, intermediate, slot, column, 0);
-    });
-    platform::ColumnsBf16 columns[CopiedWeights<Format, Shape>::kGroup][4];
-    activations.load<Format>(columns[0], 0, end, true);
-    platform::Accumulator sum{};
-    multiply_copied<Format>(sum, weights, activations, columns, 0, steps, steps, count, end);
-    auto& contribution = shared.contribution[work.which];
-    const short* picks = shared.column_pick + shared.slot_first[slot] + work.first_column();
-    M3_UNROLL for (int i = 0; i < platform::Accumulator::kValues; ++i) {
-      const int column = platform::accumulator_column(lane, i);
-      if (column < count) contribution[picks[column]][platform::accumulator_row(lane, i)] = sum.value[i];
-    }
-  }
-}
-
+// Stages shared_up, table, up and down. Where the shared expert's weights come early enough by themselves, its tasks are the first of stage up.
 template <class Format, class Shape>
 M3_DEVICE_INLINE void copied_experts(Context<Shape>& context) {
+  enum : int { kSharedUp, kUp, kDown };
+  auto& shared = context.shared;
   const Shape& shape = context.shape;
-  const Team team = team_for_copies<Shape>();
+  const int hidden = shape.hidden(), intermediate = shape.intermediate(), lane = platform::lane_index();
   const int wave = platform::uniform(platform::wave_index());
-  const Part part = Part::of(team, shape.hidden());
-  const Tasks down_tasks = tasks_of_block(protocol::DOWN_START, protocol::down_tasks(shape.hidden()));
+  const Team team = team_for_copies<Shape>();
+  const Part part = Part::of(team, hidden);
+  const Tasks down_tasks = tasks_of_block(protocol::DOWN_START, protocol::down_tasks(hidden));
   CopiedWeights<Format, Shape> weights(context, wave, part.first_step, part.steps);
-  int number = 0;
-  // Where the shared expert's weights come early enough by themselves, its tasks are the first of the picked experts'.
-  M3_ROLLED for (int routed = platform::kSharedFirst ? 0 : 1; routed < 2; ++routed) {
-    if (routed) table(context);
-    context.stamp(6 + routed);
-    const int first_slot = platform::kSharedFirst ? routed : 1 - shared_slots(context);
-    const UpTasks<Shape> up(context, team, routed ? protocol::UP_START : protocol::SHARED_UP_START, first_slot,
-                            routed ? context.shared.slot_count : shared_slots(context));
-    weights.go_on_with(up);
-    if (routed) weights.go_on_with(DownShares<Shape>(context, wave, down_tasks, down_tasks.first));
+  UpTasks<Shape> up;
+  DownShares<Shape> down;
+  PendingTask pending{-1, 0, 0, 0, 0, false};
+  int number = 0, first_down = down_tasks.first;
+  M3_ROLLED for (int stage = platform::kSharedFirst ? kSharedUp : kUp; stage < kDown || first_down < down_tasks.count; ++stage) {
+    const bool is_down = stage >= kDown;
+    if (stage == kUp) table(context);
+    if (stage <= kDown) context.stamp(6 + stage);
+    if (stage >= kUp) down = DownShares<Shape>(context, wave, down_tasks, first_down);
+    if (is_down) {
+      if (stage == kDown && context.flight_outcome() == 0) context.record(protocol::FLIGHT_DOWN);
+      if (stage > kDown) weights.go_on_with(down);
+    } else {
+      const int slots = stage == kSharedUp ? shared_slots(context) : shared.slot_count;
+      up = UpTasks<Shape>(context, team, stage == kSharedUp ? protocol::SHARED_UP_START : protocol::UP_START,
+                          platform::kSharedFirst ? stage : 1 - shared_slots(context), slots);
+      weights.go_on_with(up);
+      // The first shares of stage down follow in the ring.
+      if (stage == kUp) weights.go_on_with(down);
+    }
     weights.fill();
-    gate_up_copied<Format>(context, weights, team, part, number, up);
-  }
-  context.stamp(8);
-  if (context.flight_outcome() == 0) context.record(protocol::FLIGHT_DOWN);
-  M3_ROLLED for (int first = down_tasks.first; first < down_tasks.count; first += platform::kDownTasks * down_tasks.stride) {
-    const DownShares<Shape> shares(context, wave, down_tasks, first);
-    if (first != down_tasks.first) weights.go_on_with(shares);
-    weights.fill();
-    down_copied_shares<Format>(context, weights, shares);
+    M3_ROLLED while (is_down ? down.valid() : up.valid()) {
+      const int slot = is_down ? down.slot : up.slot();
+      const int first_column = is_down ? down.first_column() : up.first_column(), count = columns_of_pass(shared, slot, first_column);
+      const short* picks = shared.column_pick + shared.slot_first[slot] + first_column;
+      if (is_down && down.pass == 0) wait_for_slot(context, slot);
+      Run run;
+      run.count = count;
+      run.steps = is_down ? blocks_of(intermediate) : part.steps;
+      run.segments = is_down ? 1 : part.segments;
+      run.segment_steps = is_down ? blocks_of(intermediate) : segment_of(hidden);
+      run.end = is_down ? protocol::gate_up_tiles(intermediate) * protocol::GATE_UP_ROWS : protocol::hidden_stride(hidden);
+      run.activations = Activations::of<Format>(0, count, is_down ? 0 : part.first_step, [&](int column) -> const Bits16* {
+        if (is_down) return context.mid + protocol::mid_index(shape.rows(), intermediate, slot, first_column + column, 0);
+        return context.x + protocol::x_index(hidden, row_of_pick(shape, picks[column]), 0);
+      });
+      const platform::Accumulator sum = multiply_run(weights, run);
+      if (is_down) {
+        auto& contribution = shared.contribution[down.which];
+        M3_UNROLL for (int i = 0; i < platform::Accumulator::kValues; ++i) {
+          const int column = platform::accumulator_column(lane, i);
+          if (column < count) contribution[picks[column]][platform::accumulator_row(lane, i)] = sum.value[i];
+        }
+        down.advance();
+      } else {
+        leave_sum<Format>(context, team, sum, number, pending, up);
+        up.advance();
+      }
+    }
+    if (!is_down) {
+      leave_sum<Format>(context, team, {}, number, pending, up);
+      continue;
+    }
     platform::block_barrier();
-    announce_combined(context, first, down_tasks.stride, tasks_together(down_tasks, first));
+    announce_combined(context, first_down, down_tasks.stride, tasks_together(down_tasks, first_down));
     platform::block_barrier();
+    first_down += platform::kDownTasks * down_tasks.stride;
   }
 }
 

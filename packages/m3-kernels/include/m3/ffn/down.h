@@ -50,10 +50,10 @@ M3_DEVICE_INLINE void down_shares(Context<Shape>& context, DownWork<Format, Shap
     });
     if (work.group == 0) {
       if (work.pass == 0) wait_for_slot(context, slot);
-      now.load<Format>(columns[0], 0, end, work.whole());
+      now.load<Format>(columns[0], 0, end, work.whole() && end % kBlockK == 0);
     }
     multiply_group<Format>(sum, stream, columns, now, work.steps(), count, end, work.whole(), [&](platform::ColumnsBf16 (&into)[4]) {
-      if (!work.ends_pass()) now.load<Format>(into, work.kGroup, end, work.whole());
+      if (!work.ends_pass()) now.load<Format>(into, work.kGroup, end, work.whole() && end % kBlockK == 0);
     });
     if (work.ends_pass()) {
       auto& contribution = shared.contribution[work.which()];

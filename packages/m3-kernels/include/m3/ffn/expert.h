@@ -46,14 +46,14 @@ struct Activations {
     return {reinterpret_cast<const unsigned char*>(values + Format::run_k(0, platform::fragment_group(lane)) + kBlockK * block), block};
   }
 
-  // The runs of the i-th K block; 0 from `end` on. `whole`: every step of every group has a K block.
+  // The runs of the i-th K block; 0 from `end` on. `whole`: no K block that is loaded ends there.
   template <class Format>
   M3_DEVICE_METHOD void load(platform::ColumnsBf16 (&columns)[4], int i, int end, bool whole) const {
     static_assert(platform::kFragmentColumns == 1);
     M3_UNROLL for (int step = 0; step < 4; ++step) {
       const int k = kBlockK * (block + i) + Format::run_k(step, platform::fragment_group(platform::lane_index()));
       Bytes16 run{};
-      if ((whole && end % kBlockK == 0) || k < end) {
+      if (whole || k < end) {
         run = platform::load_data(reinterpret_cast<const Bytes16*>(runs + 2 * (kBlockK * i + Format::run_k(step, 0))));
       }
       columns[step].chunk[0] = run;
@@ -69,7 +69,7 @@ M3_DEVICE_INLINE void multiply_group(platform::Accumulator& sum, WeightStream<Fo
   constexpr int kGroup = Work::kGroup;
   stream.take_group([&](int i, const typename Format::Block& weights) {
     if (i + 1 < kGroup) {
-      activations.load<Format>(columns[(i + 1) % 2], i + 1, end, whole);
+      activations.load<Format>(columns[(i + 1) % 2], i + 1, end, whole && end % kBlockK == 0);
     } else {
       load_following(columns[(i + 1) % 2]);
     }

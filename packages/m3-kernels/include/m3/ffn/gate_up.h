@@ -169,7 +169,7 @@ M3_DEVICE_INLINE void gate_up(Context<Shape>& context, const Team& team, int& nu
   Activations now{};
   if (work.valid()) {
     now = activations_of(work);
-    now.load<Format>(columns[0], 0, end, work.whole());
+    now.load<Format>(columns[0], 0, end, work.whole() && end % kBlockK == 0);
   }
   PendingTask pending{-1, 0, 0, 0, 0, false};
   const auto end_pending = [&] {
@@ -183,7 +183,7 @@ M3_DEVICE_INLINE void gate_up(Context<Shape>& context, const Team& team, int& nu
     const bool more = following.valid();
     const Activations next = more ? activations_of(following) : now;
     multiply_group<Format>(sum[work.own], stream, columns, now, work.steps(), work.count(), end, work.whole(),
-                           [&](platform::ColumnsBf16 (&into)[4]) { next.load<Format>(into, 0, end, work.whole()); });
+                           [&](platform::ColumnsBf16 (&into)[4]) { next.load<Format>(into, 0, end, work.whole() && end % kBlockK == 0); });
     if (!told && stream.drained()) {
       when_drained();
       told = true;

@@ -20,6 +20,13 @@ M3_DEVICE_INLINE constexpr int steps_of_copy() {
   return 1;
 }
 
+// Whether every step of every matrix is full, so that no lane's activations end within one.
+template <class Shape>
+M3_DEVICE_INLINE constexpr bool whole_steps() {
+  if constexpr (Shape::kIsStatic) return Shape::hidden() % kBlockK == 0 && Shape::intermediate() % kBlockK == 0;
+  return false;
+}
+
 template <class Format, class Shape>
 struct RingStorage {
   static constexpr int kWaves = platform::kMostWaves, kPlaces = platform::kCopyPlaces;
@@ -57,7 +64,7 @@ template <class Shape>
 struct UpTasks {
   const Shared<Shape>* shared;
   Tasks tasks;
-  int task, pass, first_slot, tiles;
+  int task, pass, first_slot, intermediate;
 
   M3_DEVICE_METHOD UpTasks(const Context<Shape>& context, const Team& team, int start, int first, int end)
       : shared(&context.shared),
@@ -65,14 +72,18 @@ struct UpTasks {
         task(team.index < team.count ? tasks.first : tasks.count),
         pass(0),
         first_slot(first),
-        tiles(protocol::gate_up_tiles(context.shape.intermediate())) {}
+        intermediate(context.shape.intermediate()) {}
 
   // No tasks.
-  M3_DEVICE_METHOD UpTasks() : shared(nullptr), tasks{0, 0, 0}, task(0), pass(0), first_slot(0), tiles(1) {}
+  M3_DEVICE_METHOD UpTasks() : shared(nullptr), tasks{0, 0, 0}, task(0), pass(0), first_slot(0), intermediate(0) {}
 
   M3_DEVICE_METHOD bool valid() const { return task < tasks.count; }
-  M3_DEVICE_METHOD int slot() const { return first_slot + task / tiles; }
-  M3_DEVICE_METHOD int tile() const { return task % tiles; }
+  M3_DEVICE_METHOD int tiles() const {
+    if constexpr (Shape::kIsStatic) return protocol::gate_up_tiles(Shape::intermediate());
+    return protocol::gate_up_tiles(intermediate);
+  }
+  M3_DEVICE_METHOD int slot() const { return first_slot + task / tiles(); }
+  M3_DEVICE_METHOD int tile() const { return task % tiles(); }
   M3_DEVICE_METHOD int first_column() const { return pass * kPassColumns; }
   M3_DEVICE_METHOD int count(int slot) const { return columns_of_pass(*shared, slot, first_column()); }
   M3_DEVICE_METHOD bool is_last_pass(int slot) const {
@@ -190,7 +201,7 @@ class CopiedWeights {
   M3_DEVICE_METHOD bool find_next() {
     if (up_.valid() && up_steps_ > 0) {
       const int slot = up_.slot();
-      const long long tile = static_cast<long long>(up_.shared->slot_expert[slot]) * up_.tiles + up_.tile();
+      const long long tile = static_cast<long long>(up_.shared->slot_expert[slot]) * up_.tiles() + up_.tile();
       next_ = arguments_.w13 + (tile * up_blocks_ + first_step_) * Format::kStepBytes;
       left_ = up_steps_;
       up_.advance();
@@ -231,12 +242,12 @@ M3_DEVICE_INLINE void multiply_copied(platform::Accumulator& sum, CopiedWeights<
     weights.give_back();
     M3_UNROLL for (int i = 0; i < kGroup; ++i) {
       // The following step's activations are on their way while this step's are multiplied, unless they come into the same place.
-      const bool more = step + i + 1 < last;
-      if (kGroup > 1 && more) activations.load<Format>(columns[(i + 1) % kGroup], step + i + 1, end, true);
+      const bool more = i + 1 < kGroup || step + kGroup < last;
+      if (kGroup > 1 && more) activations.load<Format>(columns[(i + 1) % kGroup], step + i + 1, end, whole_steps<Shape>());
       platform::RowsBf16 rows[4];
       Format::widen(block[i], rows);
       platform::multiply_bf16(sum, rows, columns[i], count);
-      if (kGroup == 1 && more) activations.load<Format>(columns[0], step + 1, end, true);
+      if (kGroup == 1 && more) activations.load<Format>(columns[0], step + 1, end, whole_steps<Shape>());
     }
   }
 }

@@ -101,19 +101,20 @@ M3_DEVICE_INLINE void announce_logits(Context<Shape>& context, int first_expert,
   }
 }
 
-// One task's products: a wave's segments for every tile of rows.
+// One task's products: a wave's segments for every tile of rows. `ahead` holds the first segment's first steps; where they are all of the task's,
+// they serve every tile, else each tile loads its weights again.
 template <class Format, class Shape>
 M3_DEVICE_INLINE void router_task(Context<Shape>& context, const RouterSource<Shape>& source, platform::RowsF32 (&ahead)[kRouterDepth], int own_segments,
                                   int steps) {
   constexpr int kTileColumns = platform::kTileColumns;
   const int rows = context.shape.rows();
+  const bool all_ahead = own_segments == 1 && steps <= kRouterDepth;
   M3_ROLLED for (int own = 0; own < own_segments; ++own) {
-    platform::Accumulator sum[kRowTiles<Shape>] = {};
-    for (int base = 0; base < steps; base += kRouterDepth) {
-      if (own > 0 || base > 0) source.load_steps(ahead, own * steps + base, own * steps + steps);
-      M3_UNROLL for (int tile = 0; tile < kRowTiles<Shape>; ++tile) {
-        const int count = rows - tile * kTileColumns;
-        if (count <= 0) continue;
+    M3_ROLLED for (int tile = 0; tile < kRowTiles<Shape> && tile * kTileColumns < rows; ++tile) {
+      const int count = rows - tile * kTileColumns;
+      platform::Accumulator sum{};
+      M3_ROLLED for (int base = 0; base < steps; base += kRouterDepth) {
+        if (!all_ahead && own + tile + base > 0) source.load_steps(ahead, own * steps + base, own * steps + steps);
         // All of the tile's activations are on their way before the first is used.
         platform::ColumnsF32 x[kRouterDepth][1];
         M3_UNROLL for (int i = 0; i < kRouterDepth; ++i) {
@@ -121,12 +122,10 @@ M3_DEVICE_INLINE void router_task(Context<Shape>& context, const RouterSource<Sh
         }
         M3_UNROLL for (int i = 0; i < kRouterDepth; ++i) {
           const platform::RowsF32 a[1] = {ahead[i]};
-          if (base + i < steps) platform::multiply_f32(sum[tile], a, x[i], count < kTileColumns ? count : kTileColumns);
+          if (base + i < steps) platform::multiply_f32(sum, a, x[i], count < kTileColumns ? count : kTileColumns);
         }
       }
-    }
-    M3_UNROLL for (int tile = 0; tile < kRowTiles<Shape>; ++tile) {
-      if (tile * kTileColumns < rows) store_partial(context.shared.partial[tile][source.segment(own * steps)], sum[tile]);
+      store_partial(context.shared.partial[tile][source.segment(own * steps)], sum);
     }
   }
 }

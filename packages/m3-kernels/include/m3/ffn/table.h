@@ -63,10 +63,20 @@ M3_DEVICE_INLINE void sum_over_lanes(int value, int& before, int& total) {
   }
 }
 
+// Calls `use` for every pick of an expert, in ascending order; picks are looked at four at a time.
+template <class Shape, class Use>
+M3_DEVICE_INLINE void for_picks_of(const Shared<Shape>& shared, int picks, int expert, Use use) {
+  M3_ROLLED for (int first = 0; first < picks; first += 4) {
+    const Bytes16 four = *reinterpret_cast<const Bytes16*>(shared.pick_expert + first);
+    M3_UNROLL for (int i = 0; i < 4; ++i) {
+      if (static_cast<int>(four.word[i]) == expert) use(first + i);
+    }
+  }
+}
+
 // A thread an expert: it counts the expert's picks, learns from the others how many slots and columns come before, and lists the picks.
 template <class Shape>
 M3_DEVICE_INLINE void table(Context<Shape>& context) {
-  constexpr int kPickWords = (Shared<Shape>::kMostPicks + 31) / 32;
   // Slots in the upper, columns in the lower half of one number, so that both are summed at once.
   constexpr int kSlot = 1 << 16;
   auto& shared = context.shared;
@@ -77,18 +87,8 @@ M3_DEVICE_INLINE void table(Context<Shape>& context) {
   int listed = kSlot + shared.slot_first[1];
   for (int base = 0; base < experts; base += platform::block_threads()) {
     const int expert = base + platform::thread_index();
-    Bits32 picked[kPickWords];
     int count = 0;
-    M3_UNROLL for (int word = 0; word < kPickWords; ++word) {
-      picked[word] = 0;
-      if (32 * word >= picks || expert >= experts) continue;
-      const Bytes16* four = reinterpret_cast<const Bytes16*>(shared.pick_expert + 32 * word);
-      const int end = picks - 32 * word < 32 ? picks - 32 * word : 32;
-      for (int i = 0; i < end; i += 4, ++four) {
-        M3_UNROLL for (int k = 0; k < 4; ++k) picked[word] |= static_cast<Bits32>(static_cast<int>(four->word[k]) == expert) << (i + k);
-      }
-      count += platform::count_bits(picked[word]);
-    }
+    if (expert < experts) for_picks_of(shared, picks, expert, [&](int) { ++count; });
     int before, total;
     sum_over_lanes(count > 0 ? kSlot + count : 0, before, total);
     if (platform::lane_index() == 0) shared.wave_total[wave] = total;
@@ -103,11 +103,7 @@ M3_DEVICE_INLINE void table(Context<Shape>& context) {
       int column = before % kSlot;
       shared.slot_expert[slot] = static_cast<short>(expert);
       shared.slot_first[slot] = static_cast<short>(column);
-      M3_UNROLL for (int word = 0; word < kPickWords; ++word) {
-        for (Bits32 left = picked[word]; left != 0; left &= left - 1) {
-          shared.column_pick[column++] = static_cast<short>(32 * word + platform::lowest_bit(left));
-        }
-      }
+      for_picks_of(shared, picks, expert, [&](int pick) { shared.column_pick[column++] = static_cast<short>(pick); });
     }
     platform::block_barrier();
   }
