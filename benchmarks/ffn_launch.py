@@ -118,13 +118,14 @@ class Rank:
         device: torch.device,
         layers: int,
         *,
+        defines: tuple[str, ...] = (),
         timeline: bool = False,
         weights: tuple[FfnWeights, ...] | None = None,
     ) -> Rank:
         shape = FfnShape(HIDDEN, INTERMEDIATE // tp, EXPERTS, TOP_K, tp, 64)
         peers = OwnBufferPeers(aligned_zeros(shape.peer_layout.total_bytes, device=device), tp)
         channel = FfnChannel(
-            shape, peers, grid=None, wait_seconds=2.0, device=device, defines=(OWN_BUFFER,) if tp > 1 else (), timeline=timeline
+            shape, peers, grid=None, wait_seconds=2.0, device=device, defines=(*((OWN_BUFFER,) if tp > 1 else ()), *defines), timeline=timeline
         )
         if weights is None:
             weights = tuple(random_packed_weights(shape, format, device, layer) for layer in range(layers))
@@ -221,6 +222,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--no-check", action="store_true", help="do not compare with the references: for experiments that compute something else"
     )
+    parser.add_argument("--define", nargs="*", default=[], help="preprocessor definitions of another build, for experiments")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)
 
@@ -235,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for format, rows_list in ((ExpertFormat.MXFP4_TILED, options.mxfp4), (ExpertFormat.BF16, options.bf16)):
         if not rows_list:
             continue
-        rank = Rank.make(format, options.tp, device, LAYERS)
+        rank = Rank.make(format, options.tp, device, LAYERS, defines=tuple(options.define))
         for rows in rows_list:
             found = {"format": format.value, "tp": options.tp, "rows": rows, **rank.measure(rows, check=not options.no_check)}
             found["limit_us"] = stream.us(found["bytes"])
@@ -251,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if rows_list:
             print(f"{format.value} host us of an eager launch call: {rank.host_us(rows_list[0]):.1f}", flush=True)
         if options.timeline:
-            stamped = Rank.make(format, options.tp, device, LAYERS, timeline=True, weights=rank.weights)
+            stamped = Rank.make(format, options.tp, device, LAYERS, defines=tuple(options.define), timeline=True, weights=rank.weights)
             for rows in rows_list:
                 stamped.channel.prepare(rows)
                 print(f"{format.value} {rows} rows, thousands of cycles: stage, median stay, longest stay, last block out")

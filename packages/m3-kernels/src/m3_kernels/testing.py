@@ -142,7 +142,8 @@ def weights_to(weights: FfnWeights, device: torch.device) -> FfnWeights:
 
 
 def random_packed_weights(shape: FfnShape, format: ExpertFormat, device: torch.device, seed: int) -> FfnWeights:
-    """One rank's weights of one layer, made on ``device`` in the format itself: fast at the published sizes. Outputs stay near unit size."""
+    """One rank's weights of one layer, made on ``device`` in the format itself: fast at the published sizes. Outputs stay near unit size,
+    and every expert is picked about as often as the others."""
     generator = torch.Generator(device).manual_seed(seed)
     hidden, intermediate, experts = shape.hidden, shape.intermediate, shape.experts + 1
 
@@ -161,7 +162,7 @@ def random_packed_weights(shape: FfnShape, format: ExpertFormat, device: torch.d
     common = (
         normal(hidden, scale=0.1, dtype=torch.bfloat16),
         normal(shape.experts, hidden, scale=hidden**-0.5, dtype=torch.float32),
-        normal(shape.experts, scale=0.1, dtype=torch.float32),
+        normal(shape.experts, scale=0.01, dtype=torch.float32),
     )
     if format is ExpertFormat.MXFP4_TILED:
         # Any bits are codes; the scales are drawn as above.
