@@ -13,7 +13,7 @@ namespace m3::ffn {
 template <class Shape>
 M3_DEVICE_INLINE constexpr int steps_of_copy() {
   if constexpr (Shape::kIsStatic) {
-    for (int steps = 3; steps > 1; --steps) {
+    for (int steps = platform::kCopySteps; steps > 1; --steps) {
       if (segment_of(Shape::hidden()) % steps == 0 && blocks_of(Shape::hidden()) % steps == 0 && blocks_of(Shape::intermediate()) % steps == 0) return steps;
     }
   }
@@ -193,7 +193,7 @@ class CopiedWeights {
 
   M3_DEVICE_METHOD bool ask(int place) {
     if (left_ <= 0 && !find_next()) return false;
-    if (platform::lane_index() == 0) platform::copy_streamed(places_ + place * kGroupBytes, next_, kGroupBytes, full_ + place);
+    platform::copy_streamed(places_ + place * kGroupBytes, next_, kGroupBytes, full_ + place);
     next_ += kGroupBytes;
     left_ -= kGroup;
     return true;

@@ -123,6 +123,7 @@ M3_DEVICE_INLINE void prefetch(const void*, int) {}
 // A copy is made at once; the word counts the copies that have come, so that its lowest bit is the phase.
 
 constexpr int kCopyPlaces = 2;
+constexpr int kCopySteps = 3;
 struct CopyBarrier {
   int copies;
 };
@@ -130,6 +131,7 @@ M3_DEVICE_INLINE constexpr int copying_team_waves(int) { return 8; }
 M3_DEVICE_INLINE void prepare_copies(CopyBarrier* barrier) { signal(&barrier->copies, 0); }
 M3_DEVICE_INLINE void prepared_copies() {}
 M3_DEVICE_INLINE void copy_streamed(void* shared, const void* address, int bytes, CopyBarrier* barrier) {
+  if (lane_index() != 0) return;
   std::memcpy(shared, address, static_cast<std::size_t>(bytes));
   signal_add(&barrier->copies, 1);
 }

@@ -171,32 +171,44 @@ M3_DEVICE_INLINE void prefetch(const void* address, int bytes) {
 #ifndef M3_COPY_PLACES
 #define M3_COPY_PLACES 2
 #endif
+#ifndef M3_COPY_STEPS
+#define M3_COPY_STEPS 3
+#endif
+#ifndef M3_TEAM
+#define M3_TEAM 2
+#endif
 constexpr int kCopyPlaces = M3_COPY_PLACES;
+constexpr int kCopySteps = M3_COPY_STEPS;
 struct alignas(8) CopyBarrier {
   Bits64 word;
 };
 // Few rows have few tiles, which more waves then share.
-M3_DEVICE_INLINE constexpr int copying_team_waves(int most_rows) { return most_rows <= 4 ? 4 : 2; }
+M3_DEVICE_INLINE constexpr int copying_team_waves(int most_rows) { return most_rows <= 4 ? 4 : M3_TEAM; }
 M3_DEVICE_INLINE unsigned shared_address(const void* shared) { return static_cast<unsigned>(__cvta_generic_to_shared(shared)); }
 M3_DEVICE_INLINE void prepare_copies(CopyBarrier* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 M3_DEVICE_INLINE void prepared_copies() { asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory"); }
+// Called by a whole wave, of which one lane asks. Predicates and a vote instead of branches: the compiler must know that the wave is together,
+// or it makes it so before every matrix instruction.
 M3_DEVICE_INLINE void copy_streamed(void* shared, const void* address, int bytes, CopyBarrier* barrier) {
   asm volatile(
-      "{\n .reg .b64 policy, ignored;\n"
+      "{\n .reg .b64 policy, ignored;\n .reg .pred one;\n"
       " createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-      " mbarrier.arrive.expect_tx.shared::cta.b64 ignored, [%3], %2;\n"
-      " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n}"
+      " elect.sync _|one, 0xFFFFFFFF;\n"
+      " @one mbarrier.arrive.expect_tx.shared::cta.b64 ignored, [%3], %2;\n"
+      " @one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n}"
       ::"r"(shared_address(shared)), "l"(address), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
 M3_DEVICE_INLINE void wait_for_copy(const CopyBarrier* barrier, int phase) {
-  asm volatile(
-      "{\n .reg .pred there;\n"
-      "again_%=:\n mbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n @!there bra again_%=;\n}"
-      ::"r"(shared_address(barrier)), "r"(phase)
-      : "memory");
+  unsigned there;
+  do {
+    asm volatile("{\n .reg .pred there;\n mbarrier.try_wait.parity.shared::cta.b64 there, [%1], %2;\n selp.u32 %0, 1, 0, there;\n}"
+                 : "=r"(there)
+                 : "r"(shared_address(barrier)), "r"(phase)
+                 : "memory");
+  } while (__all_sync(0xFFFFFFFFu, there != 0) == 0);
 }
 
 // ---- numbers ----
