@@ -134,14 +134,13 @@ M3_DEVICE_INLINE void copied_experts(Context<Shape>& context) {
     if (stage >= kUp) down = DownShares<Shape>(context, wave, down_tasks, first_down);
     if (is_down) {
       if (stage == kDown && context.flight_outcome() == 0) context.record(protocol::FLIGHT_DOWN);
-      if (stage > kDown) weights.go_on_with(down);
+      if (stage > kDown) weights.go_on_with({}, down);
     } else {
       const int slots = stage == kSharedUp ? shared_slots(context) : shared.slot_count;
       up = UpTasks<Shape>(context, team, stage == kSharedUp ? protocol::SHARED_UP_START : protocol::UP_START,
                           platform::kSharedFirst ? stage : 1 - shared_slots(context), slots);
-      weights.go_on_with(up);
       // The first shares of stage down follow in the ring.
-      if (stage == kUp) weights.go_on_with(down);
+      weights.go_on_with(up, down);
     }
     weights.fill();
     M3_ROLLED while (is_down ? down.valid() : up.valid()) {

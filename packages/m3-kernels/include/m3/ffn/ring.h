@@ -27,38 +27,6 @@ M3_DEVICE_INLINE constexpr bool whole_steps() {
   return false;
 }
 
-template <class Format, class Shape>
-struct RingStorage {
-  static constexpr int kWaves = platform::kMostWaves, kPlaces = platform::kCopyPlaces;
-  static constexpr int kPlaceBytes = steps_of_copy<Shape>() * Format::kStepBytes;
-
-  alignas(16) unsigned char place[kWaves][kPlaces][kPlaceBytes];
-  platform::CopyBarrier full[kWaves][kPlaces];
-};
-
-struct NoRing {};
-
-// A block's shared memory for one format.
-template <class Format, class Shape, bool kCopied = Format::kCopied>
-struct BlockShared : Shared<Shape> {
-  NoRing ring;
-};
-template <class Format, class Shape>
-struct BlockShared<Format, Shape, true> : Shared<Shape> {
-  RingStorage<Format, Shape> ring;
-};
-
-// Makes the barriers of all rings; a block barrier follows before the first copy.
-template <class Format, class Shape>
-M3_DEVICE_INLINE void prepare_ring(Context<Shape>& context) {
-  if constexpr (Format::kCopied) {
-    auto& ring = static_cast<BlockShared<Format, Shape>&>(context.shared).ring;
-    platform::CopyBarrier* barriers = &ring.full[0][0];
-    for (int i = platform::thread_index(); i < ring.kWaves * ring.kPlaces; i += platform::block_threads()) platform::prepare_copies(barriers + i);
-    platform::prepared_copies();
-  }
-}
-
 // A wave's gate and up tasks, one pass over eight columns (or the platform's tile) after the other.
 template <class Shape>
 struct UpTasks {
@@ -142,6 +110,46 @@ struct DownShares {
   }
 };
 
+// What a wave asks for next, in shared memory: a look at it is rare, and registers hold what is multiplied.
+template <class Shape>
+struct Asking {
+  UpTasks<Shape> up;
+  DownShares<Shape> down;
+};
+
+template <class Format, class Shape>
+struct RingStorage {
+  static constexpr int kWaves = platform::kMostWaves, kPlaces = platform::kCopyPlaces;
+  static constexpr int kPlaceBytes = steps_of_copy<Shape>() * Format::kStepBytes;
+
+  alignas(16) unsigned char place[kWaves][kPlaces][kPlaceBytes];
+  platform::CopyBarrier full[kWaves][kPlaces];
+  Asking<Shape> asking[kWaves];
+};
+
+struct NoRing {};
+
+// A block's shared memory for one format.
+template <class Format, class Shape, bool kCopied = Format::kCopied>
+struct BlockShared : Shared<Shape> {
+  NoRing ring;
+};
+template <class Format, class Shape>
+struct BlockShared<Format, Shape, true> : Shared<Shape> {
+  RingStorage<Format, Shape> ring;
+};
+
+// Makes the barriers of all rings; a block barrier follows before the first copy.
+template <class Format, class Shape>
+M3_DEVICE_INLINE void prepare_ring(Context<Shape>& context) {
+  if constexpr (Format::kCopied) {
+    auto& ring = static_cast<BlockShared<Format, Shape>&>(context.shared).ring;
+    platform::CopyBarrier* barriers = &ring.full[0][0];
+    for (int i = platform::thread_index(); i < ring.kWaves * ring.kPlaces; i += platform::block_threads()) platform::prepare_copies(barriers + i);
+    platform::prepared_copies();
+  }
+}
+
 // The weights of a wave, group by group, in the order of its gate and up tasks and then of its shares of stage down.
 template <class Format, class Shape>
 class CopiedWeights {
@@ -154,6 +162,7 @@ class CopiedWeights {
       : arguments_(context.arguments),
         places_(&static_cast<BlockShared<Format, Shape>&>(context.shared).ring.place[wave][0][0]),
         full_(&static_cast<BlockShared<Format, Shape>&>(context.shared).ring.full[wave][0]),
+        asking_(static_cast<BlockShared<Format, Shape>&>(context.shared).ring.asking[wave]),
         first_step_(first_step),
         up_steps_(steps),
         up_blocks_(blocks_of(context.shape.hidden())),
@@ -161,8 +170,11 @@ class CopiedWeights {
         down_tiles_(protocol::down_tasks(context.shape.hidden())) {}
 
   // Weights of further gate and up tasks, or shares, where none are asked for any more.
-  M3_DEVICE_METHOD void go_on_with(const UpTasks<Shape>& up) { up_ = up; }
-  M3_DEVICE_METHOD void go_on_with(const DownShares<Shape>& down) { down_ = down; }
+  M3_DEVICE_METHOD void go_on_with(const UpTasks<Shape>& up, const DownShares<Shape>& down) {
+    platform::wave_barrier();
+    if (platform::lane_index() == 0) asking_ = {up, down};
+    platform::wave_barrier();
+  }
 
   // Asks for copies until the ring is full or nothing is left.
   M3_DEVICE_METHOD void fill() {
@@ -199,28 +211,38 @@ class CopiedWeights {
     return true;
   }
   M3_DEVICE_METHOD bool find_next() {
-    if (up_.valid() && up_steps_ > 0) {
-      const int slot = up_.slot();
-      const long long tile = static_cast<long long>(up_.shared->slot_expert[slot]) * up_.tiles() + up_.tile();
+    const bool first = platform::lane_index() == 0;
+    if (asking_.up.valid() && up_steps_ > 0) {
+      UpTasks<Shape> up = asking_.up;
+      const int slot = up.slot();
+      const long long tile = static_cast<long long>(up.shared->slot_expert[slot]) * up.tiles() + up.tile();
       next_ = arguments_.w13 + (tile * up_blocks_ + first_step_) * Format::kStepBytes;
       left_ = up_steps_;
-      up_.advance();
+      up.advance();
+      platform::wave_barrier();
+      if (first) asking_.up.task = up.task;
+      if (first) asking_.up.pass = up.pass;
+      platform::wave_barrier();
       return true;
     }
-    if (!down_.valid()) return false;
-    const long long tile = static_cast<long long>(down_.shared->slot_expert[down_.slot]) * down_tiles_ + down_.task();
+    if (!asking_.down.valid()) return false;
+    DownShares<Shape> down = asking_.down;
+    const long long tile = static_cast<long long>(down.shared->slot_expert[down.slot]) * down_tiles_ + down.task();
     next_ = arguments_.w2 + tile * down_blocks_ * Format::kStepBytes;
     left_ = down_blocks_;
-    down_.advance();
+    down.advance();
+    platform::wave_barrier();
+    if (first) asking_.down.slot = down.slot;
+    if (first) asking_.down.which = down.which;
+    if (first) asking_.down.pass = down.pass;
+    platform::wave_barrier();
     return true;
   }
 
   const Arguments& arguments_;
   unsigned char* places_;
   platform::CopyBarrier* full_;
-  // What is asked for next.
-  UpTasks<Shape> up_;
-  DownShares<Shape> down_;
+  Asking<Shape>& asking_;
   const unsigned char* next_ = nullptr;
   int left_ = 0;  // steps from there on
   int first_step_, up_steps_, up_blocks_, down_blocks_, down_tiles_;

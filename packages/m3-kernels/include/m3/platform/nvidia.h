@@ -169,13 +169,16 @@ M3_DEVICE_INLINE void prefetch(const void* address, int bytes) {
 // are read once, while code and activations are wanted again.
 
 #ifndef M3_COPY_PLACES
-#define M3_COPY_PLACES 2
+#define M3_COPY_PLACES 4
 #endif
 #ifndef M3_COPY_STEPS
-#define M3_COPY_STEPS 3
+#define M3_COPY_STEPS 2
 #endif
 #ifndef M3_TEAM
 #define M3_TEAM 2
+#endif
+#ifndef M3_TEAM_FEW
+#define M3_TEAM_FEW 4
 #endif
 constexpr int kCopyPlaces = M3_COPY_PLACES;
 constexpr int kCopySteps = M3_COPY_STEPS;
@@ -183,7 +186,7 @@ struct alignas(8) CopyBarrier {
   Bits64 word;
 };
 // Few rows have few tiles, which more waves then share.
-M3_DEVICE_INLINE constexpr int copying_team_waves(int most_rows) { return most_rows <= 4 ? 4 : M3_TEAM; }
+M3_DEVICE_INLINE constexpr int copying_team_waves(int most_rows) { return most_rows <= 4 ? M3_TEAM_FEW : M3_TEAM; }
 M3_DEVICE_INLINE unsigned shared_address(const void* shared) { return static_cast<unsigned>(__cvta_generic_to_shared(shared)); }
 M3_DEVICE_INLINE void prepare_copies(CopyBarrier* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
