@@ -69,8 +69,8 @@ struct Run {
 // The products of a run, whose segments are added pairwise. All weights go through here, so that the code exists once.
 template <class Format, class Shape>
 M3_DEVICE_INLINE platform::Accumulator multiply_run(CopiedWeights<Format, Shape>& weights, const Run& run) {
-  ColumnBuffers<Shape> columns;
-  columns.template begin<Format>(run.activations, run.steps, run.end);
+  platform::ColumnsBf16 columns[CopiedWeights<Format, Shape>::kGroup][4];
+  if (run.steps > 0) run.activations.load<Format>(columns[0], 0, run.end, whole_steps<Shape>());
   static_assert(kSegments == 8);
   constexpr int kLeastWaves = platform::kLeastWaves < platform::copying_team_waves(Shape::kMostRows) ? platform::kLeastWaves : platform::copying_team_waves(Shape::kMostRows);
   PairwiseSum<kLeastWaves >= 4 ? 1 : kLeastWaves >= 2 ? 2 : 3> sum;

@@ -20,18 +20,6 @@ M3_DEVICE_INLINE constexpr int steps_of_copy() {
   return 1;
 }
 
-// Steps that the loop of products takes at a time.
-template <class Shape>
-M3_DEVICE_INLINE constexpr int steps_of_loop() {
-  if constexpr (Shape::kIsStatic) {
-    for (int steps = 6; steps > 1; --steps) {
-      const bool fits = segment_of(Shape::hidden()) % steps == 0 && blocks_of(Shape::hidden()) % steps == 0 && blocks_of(Shape::intermediate()) % steps == 0;
-      if (fits && steps % steps_of_copy<Shape>() == 0) return steps;
-    }
-  }
-  return 1;
-}
-
 // Whether every step of every matrix is full, so that no lane's activations end within one.
 template <class Shape>
 M3_DEVICE_INLINE constexpr bool whole_steps() {
@@ -262,47 +250,26 @@ class CopiedWeights {
   int place_ = 0, phase_ = 0, asked_ = 0;
 };
 
-// The activations of a wave's next steps, on their way while others are multiplied: step i lies in buffer i % kBuffers.
-template <class Shape>
-struct ColumnBuffers {
-  static constexpr int kSteps = steps_of_loop<Shape>();
-  static constexpr int kBuffers = kSteps % 3 == 0 ? 3 : kSteps;
-  static constexpr int kAhead = kBuffers - 1;
-
-  platform::ColumnsBf16 step[kBuffers][4];
-
-  // The first steps of a run of `last`.
-  template <class Format>
-  M3_DEVICE_METHOD void begin(const Activations& activations, int last, int end) {
-    M3_UNROLL for (int i = 0; i < (kAhead > 0 ? kAhead : 1); ++i) {
-      if (i < last) activations.load<Format>(step[i], i, end, whole_steps<Shape>());
-    }
-  }
-};
-
-// Adds the products of steps `first` to `end_step` - 1 of a run that ends with `last`, whose activations `columns` has begun to load.
+// Adds the products of steps `first` to `end_step` - 1 of a run that ends with `last`. The first step's activations are in columns[0], and those
+// of the step that follows are there afterwards, if there is one.
 template <class Format, class Shape>
 M3_DEVICE_INLINE void multiply_copied(platform::Accumulator& sum, CopiedWeights<Format, Shape>& weights, const Activations& activations,
-                                      ColumnBuffers<Shape>& columns, int first, int end_step, int last, int count, int end) {
-  constexpr int kGroup = CopiedWeights<Format, Shape>::kGroup, kSteps = steps_of_loop<Shape>(), kBuffers = ColumnBuffers<Shape>::kBuffers;
-  constexpr int kAhead = ColumnBuffers<Shape>::kAhead;
-  static_assert(kSteps % kGroup == 0);
-  M3_ROLLED for (int base = first; base < end_step; base += kSteps) {
-    const bool more = base + kSteps < last;
+                                      platform::ColumnsBf16 (&columns)[CopiedWeights<Format, Shape>::kGroup][4], int first, int end_step, int last,
+                                      int count, int end) {
+  constexpr int kGroup = CopiedWeights<Format, Shape>::kGroup;
+  M3_ROLLED for (int step = first; step < end_step; step += kGroup) {
     typename Format::Block block[kGroup];
-    M3_UNROLL for (int i = 0; i < kSteps; ++i) {
-      if (i % kGroup == 0) {
-        const unsigned char* bytes = weights.take();
-        M3_UNROLL for (int k = 0; k < kGroup; ++k) Format::read(block[k], bytes + k * Format::kStepBytes);
-        weights.give_back();
-      }
-      if (kAhead > 0 && (i + kAhead < kSteps || more)) {
-        activations.load<Format>(columns.step[(i + kAhead) % kBuffers], base + i + kAhead, end, whole_steps<Shape>());
-      }
+    const unsigned char* bytes = weights.take();
+    M3_UNROLL for (int i = 0; i < kGroup; ++i) Format::read(block[i], bytes + i * Format::kStepBytes);
+    weights.give_back();
+    M3_UNROLL for (int i = 0; i < kGroup; ++i) {
+      // The following step's activations are on their way while this step's are multiplied, unless they come into the same place.
+      const bool more = i + 1 < kGroup || step + kGroup < last;
+      if (kGroup > 1 && more) activations.load<Format>(columns[(i + 1) % kGroup], step + i + 1, end, whole_steps<Shape>());
       platform::RowsBf16 rows[4];
-      Format::widen(block[i % kGroup], rows);
-      platform::multiply_bf16(sum, rows, columns.step[i % kBuffers], count);
-      if (kAhead == 0 && more) activations.load<Format>(columns.step[0], base + 1, end, whole_steps<Shape>());
+      Format::widen(block[i], rows);
+      platform::multiply_bf16(sum, rows, columns[i], count);
+      if (kGroup == 1 && more) activations.load<Format>(columns[0], step + 1, end, whole_steps<Shape>());
     }
   }
 }
