@@ -169,7 +169,7 @@ M3_DEVICE_INLINE void prefetch(const void* address, int bytes) {
 // are read once, while code and activations are wanted again.
 
 #ifndef M3_COPY_PLACES
-#define M3_COPY_PLACES 4
+#define M3_COPY_PLACES 2
 #endif
 #ifndef M3_COPY_STEPS
 #define M3_COPY_STEPS 2
