@@ -27,13 +27,6 @@ M3_DEVICE_INLINE constexpr bool whole_steps() {
   return false;
 }
 
-// The tasks that a team takes: the teams of a block have neighbouring ones, so that they meet the same activations at about the same time, which
-// their cache then has.
-M3_DEVICE_INLINE Tasks neighbouring_tasks(const Team& team, int start, int count) {
-  const Tasks block = tasks_of_block(start, protocol::ceil_div(count, team.count));
-  return Tasks{block.first * team.count + team.index, block.stride * team.count, count};
-}
-
 // A wave's gate and up tasks, one pass over eight columns (or the platform's tile) after the other.
 template <class Shape>
 struct UpTasks {
@@ -43,7 +36,7 @@ struct UpTasks {
 
   M3_DEVICE_METHOD UpTasks(const Context<Shape>& context, const Team& team, int start, int first, int end)
       : shared(&context.shared),
-        tasks(neighbouring_tasks(team, start, protocol::gate_up_tiles(context.shape.intermediate()) * (end - first))),
+        tasks(tasks_of_team(team, start, protocol::gate_up_tiles(context.shape.intermediate()) * (end - first))),
         task(team.index < team.count ? tasks.first : tasks.count),
         pass(0),
         first_slot(first),
