@@ -2,6 +2,8 @@
 #include "m3/ffn/launch.h"
 #include "m3/formats/bf16.h"
 #include "m3/formats/mxfp4.h"
+#include "m3/formats/mxfp8.h"
+#include "m3/formats/nvfp4.h"
 #include "m3/platform/entry.h"
 
 #ifdef M3_ROWS
@@ -12,6 +14,9 @@ using Shape = m3::DynamicShape;
 
 M3_KERNEL(m3_ffn_bf16, m3::formats::Bf16, Shape)
 M3_KERNEL(m3_ffn_mxfp4, m3::formats::Mxfp4, Shape)
+M3_KERNEL(m3_ffn_mxfp8, m3::formats::Mxfp8, Shape)
+M3_KERNEL(m3_ffn_nvfp4, m3::formats::Nvfp4, Shape)
 #ifdef M3_PLAIN_SCALES
 M3_KERNEL(m3_ffn_mxfp4_any_scale, m3::formats::Mxfp4AnyScale, Shape)
+M3_KERNEL(m3_ffn_mxfp8_any_scale, m3::formats::Mxfp8AnyScale, Shape)
 #endif

@@ -14,7 +14,7 @@ from m3_kernels.reference.arithmetic import ROUNDED
 from m3_kernels.reference.half import Half, half
 from m3_kernels.testing import LayerInputs, ThreadRanks, random_inputs, random_weights
 
-BF16, MXFP4 = ExpertFormat.BF16, ExpertFormat.MXFP4
+BF16, MXFP4, MXFP8, NVFP4 = ExpertFormat
 
 
 def equal(found: Tensor, wanted: Tensor) -> bool:
@@ -40,7 +40,7 @@ def check(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-@pytest.mark.parametrize("format", [BF16, MXFP4])
+@pytest.mark.parametrize("format", list(ExpertFormat))
 def test_tensor_parallel_sizes(world_size: int, format: ExpertFormat, generator: torch.Generator) -> None:
     shape = FfnShape(hidden=192, intermediate=64, experts=8, top_k=4, world_size=world_size, max_rows=16)
     check(shape, format, random_inputs(shape, 3, generator, padded=[1]), generator)
@@ -49,11 +49,12 @@ def test_tensor_parallel_sizes(world_size: int, format: ExpertFormat, generator:
 @pytest.mark.parametrize("rows", range(1, 17))
 def test_rows(rows: int, generator: torch.Generator) -> None:
     shape = FfnShape(hidden=128, intermediate=64, experts=8, top_k=2, world_size=2, max_rows=16)
-    check(shape, BF16 if rows % 2 else MXFP4, random_inputs(shape, rows, generator), generator)
+    check(shape, list(ExpertFormat)[rows % 4], random_inputs(shape, rows, generator), generator)
+    check(shape, list(ExpertFormat)[(rows + 1) % 4], random_inputs(shape, rows, generator), generator)
 
 
 @pytest.mark.parametrize("rows", [17, 33, 64])
-@pytest.mark.parametrize("format", [BF16, MXFP4])
+@pytest.mark.parametrize("format", list(ExpertFormat))
 def test_more_rows_than_a_tile(rows: int, format: ExpertFormat, generator: torch.Generator) -> None:
     shape = FfnShape(hidden=128, intermediate=64, experts=4, top_k=2, world_size=2, max_rows=64)
     check(shape, format, random_inputs(shape, rows, generator, padded=[0, 5]), generator)

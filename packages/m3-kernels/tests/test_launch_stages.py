@@ -37,7 +37,7 @@ class Ran:
         return words[:, 0].contiguous(), words[:, 1].contiguous()
 
 
-@pytest.fixture(scope="module", params=[ExpertFormat.BF16, ExpertFormat.MXFP4])
+@pytest.fixture(scope="module", params=list(ExpertFormat))
 def ran(request: pytest.FixtureRequest) -> Iterator[Ran]:
     generator = torch.Generator().manual_seed(5)
     weights = random_weights(SHAPE, request.param, generator)

@@ -66,20 +66,24 @@ def test_rounded_sums_do_not_depend_on_order_where_they_are_exact(generator: tor
     rows = torch.randint(-8, 9, (5, 300), generator=generator).float()
     matrix = torch.randint(-4, 5, (7, 300), generator=generator).float() * 2.0**-3
     exact = rows.double() @ matrix.double().T
-    for grouped in (False, True):
-        found = ROUNDED.dot(rows, matrix, block_order(300, grouped=grouped), 128)
+    for lane_values in (8, 16, 32):
+        found = ROUNDED.dot(rows, matrix, block_order(300, lane_values=lane_values), 128)
         assert torch.equal(found.double(), exact)
 
 
-@pytest.mark.parametrize(("k", "grouped"), [(128, False), (128, True), (192, True), (300, False), (64, True)])
-def test_block_order_takes_every_index_once(k: int, grouped: bool) -> None:
-    order = block_order(k, grouped=grouped)
+@pytest.mark.parametrize(("k", "lane_values"), [(128, 8), (128, 16), (128, 32), (192, 32), (300, 8), (64, 32), (160, 16), (64, 16)])
+def test_block_order_takes_every_index_once(k: int, lane_values: int) -> None:
+    order = block_order(k, lane_values=lane_values)
     assert order.numel() % 128 == 0
     assert sorted(order[order >= 0].tolist()) == list(range(k))
-    if grouped:
-        assert order[:16].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, *(range(32, 40) if k > 32 else [-1] * 8)]
-    else:
+    # What each group of lanes gives to the first two steps, at 8 a group.
+    assert order[:8].tolist() == list(range(8))
+    assert order[8:16].tolist() == list(range(lane_values, lane_values + 8))
+    assert order[32:40].tolist() == list(range(32, 40) if lane_values == 8 else range(8, 16))
+    if lane_values == 8:
         assert order[:k].tolist() == list(range(k))
+    elif lane_values == 16 and k == 128:
+        assert order[64:72].tolist() == list(range(64, 72))
 
 
 @pytest.mark.parametrize(("k", "segment"), [(64, 128), (128, 128), (1024, 128), (1025, 256), (6144, 768)])

@@ -20,6 +20,7 @@ struct alignas(8) M3_MAY_ALIAS Bytes8 {
   Bits32 word[2];
 };
 
+using AliasingBits16 M3_MAY_ALIAS = Bits16;
 using AliasingBits32 M3_MAY_ALIAS = Bits32;
 using AliasingBits64 M3_MAY_ALIAS = Bits64;
 

@@ -20,8 +20,10 @@ from m3_kernels.reference.route import Routes, sum_parts
 from m3_kernels.testing import LayerInputs
 
 CONSTANTS = FfnConstants()
-# Which K of a run of eight lies at each place: as the FP4 conversion leaves the weights.
+# Which K of a run of eight lies at each place: as the FP4 and FP8 conversions leave the weights.
 FP4_RUN = (0, 4, 1, 5, 2, 6, 3, 7)
+FP8_RUN = (0, 2, 1, 3, 4, 6, 5, 7)
+RUNS = {ExpertFormat.MXFP4: FP4_RUN, ExpertFormat.MXFP8: FP8_RUN, ExpertFormat.NVFP4: FP4_RUN}
 # Of a bf16 rounding: half a unit in the last place, relative.
 HALF_ULP = 2.0**-9
 F32 = 2.0**-24
@@ -48,8 +50,8 @@ def read_scratch(channel: FfnChannel, format: ExpertFormat, rows: int, epoch: in
 
     stride = hidden_stride(shape.hidden)
     x = scratch[layout.x_offset : layout.x_offset + 2 * rows * stride].view(torch.bfloat16).view(rows, stride)
-    if format is ExpertFormat.MXFP4:
-        natural = torch.argsort(torch.tensor(FP4_RUN, device=x.device))
+    if format in RUNS:
+        natural = torch.argsort(torch.tensor(RUNS[format], device=x.device))
         x = x.view(rows, -1, 8)[..., natural].reshape(rows, stride)
     parts = router_parts(shape.hidden)
     logits = pairs(layout.logit_offset, rows * shape.experts * parts).view(torch.float32).view(rows, shape.experts, parts)

@@ -11,7 +11,6 @@ import ctypes
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from enum import Enum
 
 import attrs
 import torch
@@ -19,87 +18,21 @@ from torch import Tensor
 
 from m3_core.errors import ConfigurationError, RefusalError, ResourceBusy, ResourceClosed, ResourceError
 from m3_core.faults import MAX_WAIT_SECONDS, Fault
-from m3_core.formulas import round_up
-from m3_core.layout import ERROR_WORDS_BYTES, EpochWords, PeerLayout, ScratchLayout
+from m3_core.layout import ERROR_WORDS_BYTES, EpochWords
 from m3_core.ports import FlightRing, PeerMemory
-from m3_core.work import shape_reasons
 from m3_kernels.build.cuda import ROW_BOUNDS, CudaBuild
-from m3_kernels.formats.mxfp4 import GROUP
-from m3_kernels.formats.shuffle import unshuffle_scales
 from m3_kernels.hosts.arguments import Arguments, Constants, Regions, Sizes
 from m3_kernels.hosts.base import ANY_SCALE, Host
 from m3_kernels.hosts.cpu import BLOCK_THREADS, CpuHost
 from m3_kernels.hosts.cuda import CudaHost
+from m3_kernels.shape import ExpertFormat, FfnShape
+from m3_kernels.weights import CPU, FfnWeights
 
-WEIGHT_ALIGNMENT = 16
+__all__ = ["CPU", "ExpertFormat", "FfnChannel", "FfnConstants", "FfnLaunch", "FfnShape", "FfnWeights"]
+
 PEER_ALIGNMENT = 256
-CPU = torch.device("cpu")
 FLIGHT_ALIGNMENT = 8
 _SKIP, _RUN = 0, 1
-
-
-class ExpertFormat(Enum):
-    """How the experts' weights are held; the value is the name in settings and messages."""
-
-    BF16 = "bf16"
-    MXFP4 = "mxfp4"
-
-
-@attrs.frozen
-class FfnShape:
-    """Sizes that all launches of a channel share.
-
-    Attributes:
-        hidden: hidden size, even.
-        intermediate: intermediate size of an expert on this rank.
-        experts: routed experts, without the shared one.
-        top_k: routed experts a row.
-        world_size: tensor-parallel ranks: 1, 2, 4 or 8.
-        max_rows: the most rows of a launch, 1 to 64.
-
-    Raises:
-        RefusalError: with every reason why the sizes cannot run.
-    """
-
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
-    world_size: int
-    max_rows: int
-
-    def __attrs_post_init__(self) -> None:
-        missing = [name for name, value in attrs.asdict(self).items() if value is None]
-        reasons = [f"{name} is None: a whole number is needed" for name in missing] or shape_reasons(
-            hidden=self.hidden,
-            rows=self.max_rows,
-            world_size=self.world_size,
-            intermediate=self.intermediate,
-            experts=self.experts,
-            top_k=self.top_k,
-        )
-        if reasons:
-            raise RefusalError(reasons, "this FFN shape")
-
-    def format_reasons(self, format: ExpertFormat) -> list[str]:
-        """Why these sizes cannot be held in ``format``; empty if they can."""
-        if format is not ExpertFormat.MXFP4:
-            return []
-        return [
-            f"{name} is {value}: MXFP4 weights in the (16, 16) shuffle need a multiple of 64 "
-            "(64 values along K, 16 rows); pad it or hold the experts as BF16"
-            for name, value in (("hidden", self.hidden), ("intermediate", self.intermediate))
-            if value % 64
-        ]
-
-    def scratch(self, rows: int, *, timeline_blocks: int = 0) -> ScratchLayout:
-        """The scratch of a launch of ``rows`` rows."""
-        return ScratchLayout(rows, self.hidden, self.intermediate, self.experts, self.top_k, timeline_blocks)
-
-    @property
-    def peer_layout(self) -> PeerLayout:
-        """The peer buffer of these sizes."""
-        return PeerLayout(self.world_size, self.max_rows, self.hidden)
 
 
 @attrs.frozen
@@ -125,106 +58,6 @@ class FfnConstants:
                 reasons.append(f"{name} is {value!r}: 0 or more is needed")
         if reasons:
             raise RefusalError(reasons, "these constants")
-
-
-@attrs.frozen(eq=False)
-class FfnWeights:
-    """One layer's weights on this rank, as they lie; nothing is copied.
-
-    Expert ``experts`` (the last) is the shared expert. MXFP4 is AITER's layout after loading: codes in the (16, 16) shuffle, scales in the
-    E8M0 shuffle (MiniMax-M3 facts: weight layouts). Scale code 0 means 2^-127 and code 255 NaN, as OCP MX defines them.
-
-    Attributes:
-        format: how the experts are held.
-        post_norm: bf16 [hidden], the Gemma norm's weight w of ``1 + w``.
-        router: fp32 [experts, hidden].
-        router_bias: fp32 [experts], steers selection only.
-        w13: gate rows, then up rows. BF16: bf16 [experts + 1, 2 * intermediate, hidden]; MXFP4: uint8 [experts + 1, 2 * intermediate, hidden / 2].
-        s13: MXFP4: uint8 scales, a row for each row of ``w13`` (rows padded to 256, or not) by hidden / 32 (padded to 8); else None.
-        w2: BF16: bf16 [experts + 1, hidden, intermediate]; MXFP4: uint8 [experts + 1, hidden, intermediate / 2].
-        s2: as ``s13``, for ``w2``.
-    """
-
-    format: ExpertFormat
-    post_norm: Tensor
-    router: Tensor
-    router_bias: Tensor
-    w13: Tensor
-    s13: Tensor | None
-    w2: Tensor
-    s2: Tensor | None
-
-    def reasons(self, shape: FfnShape, device: torch.device = CPU) -> list[str]:
-        """Why these weights do not fit ``shape`` on ``device``; empty if they do."""
-        experts, hidden, intermediate = shape.experts + 1, shape.hidden, shape.intermediate
-        packed = self.format is ExpertFormat.MXFP4
-        element = torch.uint8 if packed else torch.bfloat16
-        divisor = 2 if packed else 1
-        wanted: dict[str, tuple[Tensor, torch.dtype, tuple[int, ...]]] = {
-            "post_norm": (self.post_norm, torch.bfloat16, (hidden,)),
-            "router": (self.router, torch.float32, (shape.experts, hidden)),
-            "router_bias": (self.router_bias, torch.float32, (shape.experts,)),
-            "w13": (self.w13, element, (experts, 2 * intermediate, hidden // divisor)),
-            "w2": (self.w2, element, (experts, hidden, intermediate // divisor)),
-        }
-        found = shape.format_reasons(self.format)
-        for name, (tensor, dtype, size) in wanted.items():
-            found += _tensor_reasons(name, tensor, dtype, size, device)
-        for name, scales, rows, k in (("s13", self.s13, 2 * intermediate, hidden), ("s2", self.s2, hidden, intermediate)):
-            if not packed:
-                if scales is not None:
-                    found.append(f"{name} is given, but {self.format.value} weights have no scales: pass None")
-            elif scales is None:
-                found.append(f"{name} is None, but mxfp4 weights need their scales")
-            else:
-                found += _scale_reasons(name, scales, experts * rows, k, device)
-        return found
-
-    def largest_scale(self, shape: FfnShape) -> int:
-        """The largest E8M0 code among the scales of weights that fit ``shape``, padding aside; 0 without scales."""
-        found = 0
-        experts, hidden, intermediate = shape.experts + 1, shape.hidden, shape.intermediate
-        for scales, rows, k in ((self.s13, experts * 2 * intermediate, hidden), (self.s2, experts * hidden, intermediate)):
-            if scales is not None:
-                groups = k // GROUP
-                padded = scales.reshape(-1, round_up(groups, 8))
-                found = max(found, int(unshuffle_scales(padded, rows, groups).max()))
-        return found
-
-
-def _device_reasons(name: str, tensor: Tensor, device: torch.device) -> list[str]:
-    if tensor.device == device:
-        return []
-    return [f"{name} lies on {tensor.device}: the launch reads memory of {'the CPU' if device == CPU else device}"]
-
-
-def _tensor_reasons(name: str, tensor: Tensor, dtype: torch.dtype, size: tuple[int, ...], device: torch.device) -> list[str]:
-    found = _device_reasons(name, tensor, device)
-    if tensor.dtype != dtype:
-        found.append(f"{name} is {tensor.dtype}: {dtype} is needed")
-    if tuple(tensor.shape) != size:
-        found.append(f"{name} has shape {list(tensor.shape)}: {list(size)} is needed")
-    if not tensor.is_contiguous():
-        found.append(f"{name} is not contiguous (strides {tensor.stride()}): pass a contiguous tensor")
-    if tensor.data_ptr() % WEIGHT_ALIGNMENT:
-        found.append(f"{name} starts at an address that is no multiple of {WEIGHT_ALIGNMENT}: pass a tensor at the start of its storage")
-    if tensor.is_neg():
-        found.append(f"{name} is a negated view, whose memory holds the values' opposites: pass {name}.resolve_neg()")
-    return found
-
-
-def _scale_reasons(name: str, scales: Tensor, rows: int, k: int, device: torch.device) -> list[str]:
-    groups = round_up(k // 32, 8)
-    sizes = (rows * groups, round_up(rows, 256) * groups)
-    found = [] if scales.dtype == torch.uint8 else [f"{name} is {scales.dtype}: torch.uint8 (E8M0 codes) is needed"]
-    found += _device_reasons(name, scales, device)
-    if not scales.is_contiguous():
-        found.append(f"{name} is not contiguous (strides {scales.stride()}): pass a contiguous tensor")
-    if scales.numel() not in sizes:
-        found.append(
-            f"{name} holds {scales.numel()} scales: {sizes[0]} ({rows} rows of {groups}) are needed, or {sizes[1]} with the rows padded to 256"
-        )
-    return found
 
 
 class FfnChannel:
@@ -308,8 +141,9 @@ class FfnChannel:
         return self._host.device
 
     @property
-    def plain_scales(self) -> int | None:
-        """The largest E8M0 code that the MXFP4 entry takes; weights with larger ones have an entry of their own. None: it takes all."""
+    def plain_scales(self) -> Mapping[str, int]:
+        """By entry, the largest E8M0 code that it takes; weights with larger ones, or with NaN codes, have an entry of their own. An entry that
+        is missing takes all."""
         return self._host.plain_scales
 
     @property
@@ -512,8 +346,6 @@ class FfnLaunch:
         ConfigurationError: if the layer's index does not fit a fault word.
     """
 
-    _ENTRIES: Mapping[ExpertFormat, str] = {ExpertFormat.BF16: "m3_ffn_bf16", ExpertFormat.MXFP4: "m3_ffn_mxfp4"}
-
     def __init__(self, channel: FfnChannel, weights: FfnWeights, constants: FfnConstants, layer: int) -> None:
         reasons = weights.reasons(channel.shape, channel.device)
         if reasons:
@@ -524,9 +356,9 @@ class FfnLaunch:
         self.weights = weights
         self.constants = constants
         self.layer = layer
-        self._entry = self._ENTRIES[weights.format]
-        limit = channel.plain_scales
-        if limit is not None and weights.format is ExpertFormat.MXFP4 and weights.largest_scale(channel.shape) > limit:
+        self._entry = f"m3_ffn_{weights.format.value}"
+        limit = channel.plain_scales.get(self._entry)
+        if limit is not None and weights.exceeds(channel.shape, limit):
             self._entry += ANY_SCALE
         self._arguments: dict[int, Arguments] = {}
 
@@ -587,6 +419,8 @@ class FfnLaunch:
             arguments.w2 = weights.w2.data_ptr()
             arguments.s13 = weights.s13.data_ptr() if weights.s13 is not None else None
             arguments.s2 = weights.s2.data_ptr() if weights.s2 is not None else None
+            arguments.g13 = weights.g13.data_ptr() if weights.g13 is not None else None
+            arguments.g2 = weights.g2.data_ptr() if weights.g2 is not None else None
             arguments.constants = Constants(*attrs.astuple(constants))
             arguments.layer = self.layer
             self._arguments[rows] = arguments

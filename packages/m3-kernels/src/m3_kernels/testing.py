@@ -18,6 +18,7 @@ from m3_core.formulas import round_up
 from m3_core.ports import FlightRing
 from m3_kernels.build.cpu import CpuBuild
 from m3_kernels.ffn import CPU, ExpertFormat, FfnChannel, FfnConstants, FfnLaunch, FfnShape, FfnWeights
+from m3_kernels.formats import mxfp8, nvfp4
 from m3_kernels.formats.mxfp4 import quantize_shuffled
 from m3_kernels.hosts.cpu import BLOCK_THREADS
 
@@ -109,8 +110,11 @@ def pack_weights(format: ExpertFormat, post_norm: Tensor, router: Tensor, router
     """Weights in ``format`` from plain [experts + 1, rows, K] matrices."""
     if format is ExpertFormat.BF16:
         return FfnWeights(format, post_norm, router, router_bias, w13.bfloat16(), None, w2.bfloat16(), None)
-    codes13, scales13 = quantize_shuffled(w13)
-    codes2, scales2 = quantize_shuffled(w2)
+    if format is ExpertFormat.NVFP4:
+        (codes13, scales13, global13), (codes2, scales2, global2) = nvfp4.quantize(w13), nvfp4.quantize(w2)
+        return FfnWeights(format, post_norm, router, router_bias, codes13, scales13, codes2, scales2, global13, global2)
+    quantize = mxfp8.quantize if format is ExpertFormat.MXFP8 else quantize_shuffled
+    (codes13, scales13), (codes2, scales2) = quantize(w13), quantize(w2)
     return FfnWeights(format, post_norm, router, router_bias, codes13, scales13, codes2, scales2)
 
 
@@ -134,7 +138,8 @@ def weights_to(weights: FfnWeights, device: torch.device) -> FfnWeights:
         return None if tensor is None else tensor.to(device)
 
     common = (weights.post_norm.to(device), weights.router.to(device), weights.router_bias.to(device))
-    return FfnWeights(weights.format, *common, weights.w13.to(device), moved(weights.s13), weights.w2.to(device), moved(weights.s2))
+    experts = (weights.w13.to(device), moved(weights.s13), weights.w2.to(device), moved(weights.s2))
+    return FfnWeights(weights.format, *common, *experts, moved(weights.g13), moved(weights.g2))
 
 
 def random_packed_weights(shape: FfnShape, format: ExpertFormat, device: torch.device, seed: int) -> FfnWeights:
@@ -145,14 +150,16 @@ def random_packed_weights(shape: FfnShape, format: ExpertFormat, device: torch.d
     def normal(*size: int, scale: float, dtype: torch.dtype) -> Tensor:
         return (torch.randn(size, generator=generator, device=device) * scale).to(dtype)
 
+    def integers(low: int, high: int, *size: int) -> Tensor:
+        return torch.randint(low, high, size, dtype=torch.uint8, generator=generator, device=device)
+
     def codes(rows: int, k: int) -> Tensor:
-        return torch.randint(0, 256, (experts, rows, k // 2), dtype=torch.uint8, generator=generator, device=device)
+        return integers(0, 256, experts, rows, k // 2)
 
     # The root mean square of E2M1's codes is about 3; the scales' exponents spread over a factor of 16 around the wanted size.
     def scales(rows: int, k: int) -> Tensor:
         middle = 127 + round(math.log2(k**-0.5 / 3))
-        count = round_up(experts * rows, 256) * round_up(k // 32, 8)
-        return torch.randint(middle - 2, middle + 3, (count,), dtype=torch.uint8, generator=generator, device=device)
+        return integers(middle - 2, middle + 3, round_up(experts * rows, 256) * round_up(k // 32, 8))
 
     common = (
         normal(hidden, scale=0.1, dtype=torch.bfloat16),
@@ -168,6 +175,29 @@ def random_packed_weights(shape: FfnShape, format: ExpertFormat, device: torch.d
             codes(hidden, intermediate),
             scales(hidden, intermediate),
         )
+    if format is ExpertFormat.MXFP8:
+        # Magnitudes of code 0x00 to 0x7E are numbers, to 448; their root mean square is about 100.
+        def fp8(rows: int, k: int) -> Tensor:
+            signs = integers(0, 2, experts, rows, k) << 7
+            return (integers(0, 0x7F, experts, rows, k) | signs).view(torch.float8_e4m3fn)
+
+        def exponents(rows: int, k: int) -> Tensor:
+            middle = 127 + round(math.log2(k**-0.5 / 100))
+            return integers(middle - 2, middle + 3, experts, rows, k // mxfp8.GROUP)
+
+        first, second = (2 * intermediate, hidden), (hidden, intermediate)
+        return FfnWeights(format, *common, fp8(*first), exponents(*first), fp8(*second), exponents(*second))
+    if format is ExpertFormat.NVFP4:
+        # Scales of code 0x20 to 0x5F are 2^-3 to 30; with E2M1's codes the products' root mean square is about 28.
+        def small(rows: int, k: int) -> Tensor:
+            return integers(0x20, 0x60, experts, rows, k // nvfp4.GROUP).view(torch.float8_e4m3fn)
+
+        def one_each(k: int) -> Tensor:
+            return (1 + torch.rand(experts, generator=generator, device=device)) * k**-0.5 / 40
+
+        first, second = (2 * intermediate, hidden), (hidden, intermediate)
+        experts_of_rank = (codes(*first), small(*first), codes(*second), small(*second))
+        return FfnWeights(format, *common, *experts_of_rank, one_each(hidden), one_each(intermediate))
     w13 = torch.empty(experts, 2 * intermediate, hidden, dtype=torch.bfloat16, device=device)
     w2 = torch.empty(experts, hidden, intermediate, dtype=torch.bfloat16, device=device)
     for expert in range(experts):

@@ -11,12 +11,12 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("lane_values", [8, 16, 32])
 @pytest.mark.parametrize("width", [64, 128, 192, 300, 1100])
-def test_adds_in_the_given_order(width: int, grouped: bool) -> None:
+def test_adds_in_the_given_order(width: int, lane_values: int) -> None:
     """Bit for bit the reference's sum, which runs one term after the other."""
     rows, matrices = random(5, width).bfloat16(), random(3, 7, width, seed=1).bfloat16()
-    order, segment = block_order(width, grouped=grouped), segment_of_blocks(width)
+    order, segment = block_order(width, lane_values=lane_values), segment_of_blocks(width)
     which = torch.tensor([2, 0, 0, 1, 2])
     product = OrderedMatrices(matrices, order, segment).product(rows, which)
     for row, matrix in enumerate(which.tolist()):
@@ -35,8 +35,8 @@ def test_the_order_matters() -> None:
     """Guards the tests above: another order gives other bits, so equality says something."""
     rows, matrices = random(64, 512).bfloat16(), random(1, 64, 512, seed=1).bfloat16()
     which = torch.zeros(64, dtype=torch.int64)
-    ascending = OrderedMatrices(matrices, block_order(512, grouped=False), 128).product(rows, which)
-    grouped = OrderedMatrices(matrices, block_order(512, grouped=True), 128).product(rows, which)
+    ascending = OrderedMatrices(matrices, block_order(512), 128).product(rows, which)
+    grouped = OrderedMatrices(matrices, block_order(512, lane_values=32), 128).product(rows, which)
     assert not torch.equal(ascending, grouped)
     exact = EXACT.dot(rows.double(), matrices[0].double(), torch.arange(512), 512)
     # A sum of n terms in any order is off by at most n rounding units of the sum of magnitudes.
@@ -47,7 +47,7 @@ def test_the_order_matters() -> None:
 def test_a_row_does_not_depend_on_the_others() -> None:
     rows, matrices = random(40, 256).bfloat16(), random(3, 32, 256, seed=1).bfloat16()
     which = torch.arange(40) % 3
-    laid_out = OrderedMatrices(matrices, block_order(256, grouped=False), 128)
+    laid_out = OrderedMatrices(matrices, block_order(256), 128)
     together = laid_out.product(rows, which)
     for first, end in ((0, 1), (3, 5), (7, 24), (39, 40)):
         assert torch.equal(laid_out.product(rows[first:end], which[first:end]), together[first:end])

@@ -33,6 +33,8 @@ struct Arguments {
   const unsigned char* s13;    // its scales, if the format has any
   const unsigned char* w2;     // experts + 1 matrices of hidden rows of intermediate values
   const unsigned char* s2;     // its scales
+  const float* g13;            // [experts + 1] a global scale of each expert's w13, if the format has any
+  const float* g2;             // [experts + 1] of its w2
   unsigned char* scratch;      // private to one row count of one channel
   int* epoch_words;            // epoch, claim, marks
   const int* injection;        // [4] rank + 1 (0: none), delay in ticks; two more words for test builds

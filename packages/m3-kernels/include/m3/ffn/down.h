@@ -3,7 +3,7 @@
 // Waits, a slot at a time, for the slot's gate/up tiles, with the slot's weights already on their way. Reference: m3_kernels.reference.down.
 //
 // Order of the sum over K: ascending blocks of 128 as the platform's tile operation adds them. Combination, per rank and column, with both
-// roundings at every pick: t = bf16(shared), then t = bf16(t + bf16(weight_k * contribution_k)) for k in pick order.
+// roundings at every pick (a format's global scale has multiplied the sum over K before, one fp32 rounding): t = bf16(shared), then t = bf16(t + bf16(weight_k * contribution_k)) for k in pick order.
 #pragma once
 #include "m3/ffn/down_work.h"
 
@@ -45,6 +45,7 @@ M3_DEVICE_INLINE void down_shares(Context<Shape>& context, DownWork<Format, Shap
   platform::Accumulator sum{};
   M3_ROLLED while (work.valid()) {
     const int slot = work.slot(), count = work.count();
+    const float scale = global_scale<Format>(context.arguments.g2, shared.slot_expert[slot]);
     const Activations now = Activations::of<Format>(work.first_column(), count, work.group * work.kGroup, [&](int column) -> const Bits16* {
       return context.mid + protocol::mid_index(rows, intermediate, slot, column, 0);
     });
@@ -60,7 +61,7 @@ M3_DEVICE_INLINE void down_shares(Context<Shape>& context, DownWork<Format, Shap
       const short* picks = shared.column_pick + shared.slot_first[slot] + work.first_column();
       M3_UNROLL for (int i = 0; i < platform::Accumulator::kValues; ++i) {
         const int column = platform::accumulator_column(lane, i);
-        if (column < count) contribution[picks[column]][platform::accumulator_row(lane, i)] = sum.value[i];
+        if (column < count) contribution[picks[column]][platform::accumulator_row(lane, i)] = scaled<Format>(sum.value[i], scale);
       }
       sum = {};
     }

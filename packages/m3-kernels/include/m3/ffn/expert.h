@@ -15,6 +15,17 @@ M3_DEVICE_INLINE int slot_columns(const Shared<Shape>& shared, int slot) {
   return shared.slot_first[slot + 1] - shared.slot_first[slot];
 }
 
+// The global scale of an expert's matrix; 1, and nothing to multiply by, in formats that have none.
+template <class Format>
+M3_DEVICE_INLINE float global_scale(const float* scales, int expert) {
+  if constexpr (Format::kHasGlobalScale) return platform::load_kept(scales + expert);
+  return 1.0f;
+}
+template <class Format>
+M3_DEVICE_INLINE float scaled(float sum, float scale) {
+  return Format::kHasGlobalScale ? sum * scale : sum;
+}
+
 // Where the activations that a lane multiplies lie, from some K block on. Past the last column of a pass it is the last one again: a
 // column's sums depend on that column alone, and nobody reads those sums.
 struct Activations {

@@ -4,7 +4,7 @@
 //
 // Order of the sum: K blocks of 128 are dealt to 8 segments in runs, each summed as the platform's tile operation does, four 32-deep steps a
 // block, the segments in order. Activation: g = min(g, limit), u = clamp(u, -limit, limit), g * sigmoid(alpha g) * (u + beta), a NaN stays;
-// rounded to bf16 once.
+// rounded to bf16 once. A format's global scale multiplies the sum of the segments, one fp32 rounding, before the activation.
 //
 // No wave waits for the others of its team: each leaves its segments' sums in shared memory and goes on with the next task. The waves end the
 // tasks in turn, a task later, when its sums are there as a rule.
@@ -108,7 +108,8 @@ M3_DEVICE_INLINE void wait_for_signal(int* word, int least) {
 
 // Adds the segments of a tile, applies the activation and stores MID, two neighbouring places of a run a lane.
 template <class Format, class Shape>
-M3_DEVICE_INLINE void store_intermediate(Context<Shape>& context, const typename Shared<Shape>::Partial& partial, const PendingTask& task, int segments) {
+M3_DEVICE_INLINE void store_intermediate(Context<Shape>& context, const typename Shared<Shape>::Partial& partial, const PendingTask& task, int segments,
+                                         float scale) {
   constexpr int kRows = protocol::GATE_UP_ROWS;
   static_assert(kRows == kRun);
   const Shape& shape = context.shape;
@@ -118,8 +119,8 @@ M3_DEVICE_INLINE void store_intermediate(Context<Shape>& context, const typename
     Bits32 value[2];
     M3_UNROLL for (int i = 0; i < 2; ++i) {
       const int row = Format::element(place + i);
-      const float gate = sum_of_segments(partial, row, column, segments);
-      const float up = sum_of_segments(partial, kRows + row, column, segments);
+      const float gate = scaled<Format>(sum_of_segments(partial, row, column, segments), scale);
+      const float up = scaled<Format>(sum_of_segments(partial, kRows + row, column, segments), scale);
       // Rows past the matrix become the zeros that stage down's last K step reads.
       value[i] = task.tile * kRows + row < intermediate ? float_to_bf16(swiglu(gate, up, context.arguments.constants)) : 0;
     }
@@ -133,8 +134,9 @@ template <class Format, class Shape>
 M3_DEVICE_INLINE void end_task(Context<Shape>& context, const Team& team, int waves, int segments, const PendingTask& task) {
   auto& shared = context.shared;
   const int first = team.index * kTasksInFlight;
+  const float scale = global_scale<Format>(context.arguments.g13, shared.slot_expert[task.slot]);
   wait_for_signal(&shared.arrived[first + task.place()], waves * (task.round() + 1));
-  store_intermediate<Format>(context, shared.partial[first + task.place()], task, segments);
+  store_intermediate<Format>(context, shared.partial[first + task.place()], task, segments, scale);
   // The tasks before it are the same tile's other columns: they must be stored before the tile is announced.
   if (task.first_column > 0) wait_for_signal(&shared.ended[first + (task.number - 1) % kTasksInFlight], (task.number - 1) / kTasksInFlight + 1);
   platform::drain_stores();

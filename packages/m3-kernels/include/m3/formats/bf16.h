@@ -7,6 +7,7 @@ namespace m3::formats {
 struct Bf16 {
   // Steps of a wave in flight; a step is 64 bytes a fragment row, and registers hold them.
   static constexpr int kDepth = 4 / platform::kFragmentRows;
+  static constexpr bool kHasGlobalScale = false;
 
   // Activations lie as they are.
   M3_DEVICE_METHOD static constexpr int element(int place) { return place; }

@@ -15,6 +15,7 @@ template <bool kAnyScale>
 struct Mxfp4Of {
   // Steps of a wave in flight; a step is 20 bytes a fragment row.
   static constexpr int kDepth = 6 / platform::kFragmentRows;
+  static constexpr bool kHasGlobalScale = false;
 
   M3_DEVICE_METHOD static constexpr int element(int place) { return platform::fp4_element(place); }
 

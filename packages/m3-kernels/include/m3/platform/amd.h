@@ -131,6 +131,9 @@ M3_DEVICE_INLINE void load_streamed(bool wanted, const void* address, Bytes16& b
 M3_DEVICE_INLINE void load_byte(bool wanted, const unsigned char* address, Bits32& value) {
   if (wanted) value = *address;
 }
+M3_DEVICE_INLINE void load_two_bytes(bool wanted, const unsigned char* address, Bits32& value) {
+  if (wanted) value = *reinterpret_cast<const AliasingBits16*>(address);
+}
 
 template <class T>
 M3_DEVICE_INLINE T load_kept(const T* address) {
@@ -217,6 +220,7 @@ M3_DEVICE_INLINE void multiply_f32(Accumulator& sum, const RowsF32 (&a)[kSteps],
 }  // namespace m3::platform
 
 #include "m3/platform/fp4_by_arithmetic.h"
+#include "m3/platform/fp8_by_arithmetic.h"
 
 namespace m3::platform {
 
@@ -224,7 +228,7 @@ namespace m3::platform {
 #if defined(__gfx950__)
 M3_DEVICE_INLINE void widen_fp4_run(Bits32 codes, Bits32 scale_code, Bits32 (&pairs)[4]) {
   // What the instruction makes of exponent fields 0 and 255 is not documented; those scales are rare and take the exact path.
-  if (scale_code == 0 || scale_code == 255) return widen_fp4_by_arithmetic(codes, scale_code, pairs);
+  if (scale_code == 0 || scale_code == 255) return widen_fp4_by_arithmetic(codes, e8m0_to_float(scale_code), pairs);
   const float scale = bits_to_float(scale_code << 23);
   pairs[0] = __builtin_bit_cast(Bits32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp4(codes, scale, 0));
   pairs[1] = __builtin_bit_cast(Bits32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp4(codes, scale, 1));
@@ -232,7 +236,9 @@ M3_DEVICE_INLINE void widen_fp4_run(Bits32 codes, Bits32 scale_code, Bits32 (&pa
   pairs[3] = __builtin_bit_cast(Bits32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp4(codes, scale, 3));
 }
 #else
-M3_DEVICE_INLINE void widen_fp4_run(Bits32 codes, Bits32 scale_code, Bits32 (&pairs)[4]) { widen_fp4_by_arithmetic(codes, scale_code, pairs); }
+M3_DEVICE_INLINE void widen_fp4_run(Bits32 codes, Bits32 scale_code, Bits32 (&pairs)[4]) {
+  widen_fp4_by_arithmetic(codes, e8m0_to_float(scale_code), pairs);
+}
 #endif
 template <bool>
 M3_DEVICE_INLINE void widen_fp4(const Bytes16 (&codes)[kFragmentRows], const Bits32 (&scale_code)[kFragmentRows], RowsBf16 (&rows)[4]) {
@@ -241,6 +247,64 @@ M3_DEVICE_INLINE void widen_fp4(const Bytes16 (&codes)[kFragmentRows], const Bit
   }
 }
 M3_DEVICE_INLINE constexpr int fp4_element(int place) { return place; }
+
+// Eight FP4 codes times an E4M3 scale. The conversion's own scale is a power of two, so it converts to fp32 and the product follows; the
+// product is exact in bf16: its upper half is all of it.
+#if defined(__gfx950__)
+M3_DEVICE_INLINE void widen_fp4_e4m3_run(Bits32 codes, float scale, Bits32 (&pairs)[4]) {
+  typedef float Two __attribute__((ext_vector_type(2)));
+  const Two elements[4] = {
+      __builtin_amdgcn_cvt_scalef32_pk_f32_fp4(codes, 1.0f, 0), __builtin_amdgcn_cvt_scalef32_pk_f32_fp4(codes, 1.0f, 1),
+      __builtin_amdgcn_cvt_scalef32_pk_f32_fp4(codes, 1.0f, 2), __builtin_amdgcn_cvt_scalef32_pk_f32_fp4(codes, 1.0f, 3)};
+  M3_UNROLL for (int i = 0; i < 4; ++i) {
+    const Two product = elements[i] * scale;
+    pairs[i] = __builtin_amdgcn_perm(float_to_bits(product.y), float_to_bits(product.x), 0x07060302u);
+  }
+}
+#else
+M3_DEVICE_INLINE void widen_fp4_e4m3_run(Bits32 codes, float scale, Bits32 (&pairs)[4]) { widen_fp4_by_arithmetic(codes, scale, pairs); }
+#endif
+M3_DEVICE_INLINE void widen_fp4_e4m3(const Bytes16 (&codes)[kFragmentRows], const Bits32 (&scale_codes)[kFragmentRows], RowsBf16 (&rows)[4]) {
+  M3_UNROLL for (int chunk = 0; chunk < kFragmentRows; ++chunk) {
+    M3_UNROLL for (int half = 0; half < 2; ++half) {
+      const float scale = e4m3_to_float(scale_codes[chunk] >> (8 * half));
+      M3_UNROLL for (int run = 2 * half; run < 2 * half + 2; ++run) widen_fp4_e4m3_run(codes[chunk].word[run], scale, rows[run].chunk[chunk].word);
+    }
+  }
+}
+
+// Two runs of E4M3 codes times their scale.
+M3_DEVICE_INLINE void widen_fp8_runs(const Bytes16& codes, Bits32 scale_code, Bytes16& first, Bytes16& second) {
+#if defined(__gfx950__)
+  // With these scales every product is a normal number, so that it does not matter what the instruction makes of others. gfx942's own
+  // conversions are of another FP8 (fnuz) and of no use here.
+  if (scale_code - 16 <= 240 - 16) {
+    const float scale = bits_to_float(scale_code << 23);
+    M3_UNROLL for (int i = 0; i < 4; ++i) {
+      Bytes16& run = i < 2 ? first : second;
+      run.word[i % 2 * 2] = __builtin_bit_cast(Bits32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp8(codes.word[i], scale, false));
+      run.word[i % 2 * 2 + 1] = __builtin_bit_cast(Bits32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp8(codes.word[i], scale, true));
+    }
+    return;
+  }
+#endif
+  M3_UNROLL for (int i = 0; i < 4; ++i) {
+    Bytes16& run = i < 2 ? first : second;
+    Bits32 pairs[2];
+    widen_fp8_by_arithmetic(codes.word[i], scale_code, pairs);
+    run.word[i % 2 * 2] = pairs[0];
+    run.word[i % 2 * 2 + 1] = pairs[1];
+  }
+}
+template <bool>
+M3_DEVICE_INLINE void widen_fp8(const Bytes16 (&codes)[kFragmentRows][2], const Bits32 (&scale_code)[kFragmentRows][2], RowsBf16 (&rows)[4]) {
+  M3_UNROLL for (int chunk = 0; chunk < kFragmentRows; ++chunk) {
+    M3_UNROLL for (int half = 0; half < 2; ++half) {
+      widen_fp8_runs(codes[chunk][half], scale_code[chunk][half], rows[2 * half].chunk[chunk], rows[2 * half + 1].chunk[chunk]);
+    }
+  }
+}
+M3_DEVICE_INLINE constexpr int fp8_element(int place) { return place; }
 
 // ---- schedule ----
 

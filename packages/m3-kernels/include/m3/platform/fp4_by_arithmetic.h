@@ -9,10 +9,9 @@ M3_DEVICE_INLINE float e8m0_to_float(Bits32 code) {
 }
 
 // Eight FP4 codes, the first in the low nibble, times one scale, as four pairs of bf16. The three magnitude bits of E2M1, put at the border of
-// exponent and mantissa, are the value times 2^-126, subnormals included. Every product is exact in bf16, down to 0.5 * 2^-127, but one of
-// 2^128 or more becomes infinity (scale codes 253 and 254 alone can make one).
-M3_DEVICE_INLINE void widen_fp4_by_arithmetic(Bits32 codes, Bits32 scale_code, Bits32 (&pairs)[4]) {
-  const float scale = e8m0_to_float(scale_code);
+// exponent and mantissa, are the value times 2^-126, subnormals included. With an E8M0 scale every product is exact in bf16, down to 0.5 * 2^-127,
+// but one of 2^128 or more becomes infinity (scale codes 253 and 254 alone can make one); with an E4M3 scale every product is exact.
+M3_DEVICE_INLINE void widen_fp4_by_arithmetic(Bits32 codes, float scale, Bits32 (&pairs)[4]) {
   M3_UNROLL for (int pair = 0; pair < 4; ++pair) {
     Bits32 both = 0;
     M3_UNROLL for (int i = 0; i < 2; ++i) {

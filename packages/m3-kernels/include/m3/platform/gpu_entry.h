@@ -16,7 +16,7 @@ extern "C" __device__ const char m3_build_key[] = M3_BUILD_KEY;
 #define M3_FIELD(field) static_cast<unsigned>(offsetof(m3::ffn::Arguments, field)), static_cast<unsigned>(sizeof(m3::ffn::Arguments::field))
 extern "C" __device__ const unsigned m3_arguments_layout[] = {
     M3_FIELD(part),    M3_FIELD(residual), M3_FIELD(slots),       M3_FIELD(post_norm), M3_FIELD(router),    M3_FIELD(router_bias), M3_FIELD(w13),
-    M3_FIELD(s13),     M3_FIELD(w2),       M3_FIELD(s2),          M3_FIELD(scratch),   M3_FIELD(epoch_words), M3_FIELD(injection),
+    M3_FIELD(s13),     M3_FIELD(w2),       M3_FIELD(s2),          M3_FIELD(g13),     M3_FIELD(g2),        M3_FIELD(scratch),   M3_FIELD(epoch_words), M3_FIELD(injection),
     M3_FIELD(out),     M3_FIELD(residual_out), M3_FIELD(flight),  M3_FIELD(wait_ticks), M3_FIELD(peers), M3_FIELD(sizes),    M3_FIELD(regions),     M3_FIELD(constants),
     M3_FIELD(rank),    M3_FIELD(layer),    M3_FIELD(handshake),   M3_FIELD(mode),      M3_FIELD(timeline),  M3_FIELD(flight_launches),
 };

@@ -36,7 +36,7 @@ def row_bound(rows: int) -> int:
 
 @attrs.frozen
 class CudaBuild:
-    """The code object of one shape and row bound; both expert formats are in it.
+    """The code object of one shape and row bound; all expert formats are in it.
 
     Attributes:
         rows: the most rows of a launch, one of ``ROW_BOUNDS``.

@@ -34,6 +34,22 @@ def unpack(codes: Tensor) -> Tensor:
     return table[both].flatten(-2)
 
 
+def round_to_e2m1(values: Tensor) -> Tensor:
+    """int64 E2M1 codes of floating-point ``values``: the nearest, the even code on a tie, 6 beyond."""
+    magnitude = values.abs()
+    element = torch.zeros_like(magnitude, dtype=torch.int64)
+    for index, border in enumerate(_BORDERS):
+        # At a border the even code wins: code index + 1 is even where index is odd.
+        element += (magnitude >= border) if index % 2 else (magnitude > border)
+    return element | torch.signbit(values).to(torch.int64) << 3
+
+
+def pack_pairs(elements: Tensor) -> Tensor:
+    """Two codes a byte, the even index in the low nibble: int64 [..., K] to uint8 [..., K / 2]."""
+    pairs = elements.view(*elements.shape[:-1], -1, 2)
+    return (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8)
+
+
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """Values of row-major codes, exactly, as bf16; products of 2^128 and more become infinity.
 
@@ -68,14 +84,7 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     code = (exponent.to(torch.int64) - 1 - _LARGEST_EXPONENT + E8M0_BIAS).clamp(0, E8M0_NAN - 1)
     code = torch.where(largest == 0, torch.full_like(code, E8M0_BIAS), code)
     scaled = groups / torch.ldexp(torch.ones_like(largest), code - E8M0_BIAS)[..., None]
-    magnitude = scaled.abs()
-    element = torch.zeros_like(magnitude, dtype=torch.int64)
-    for index, border in enumerate(_BORDERS):
-        # At a border the even code wins: code index + 1 is even where index is odd.
-        element += (magnitude >= border) if index % 2 else (magnitude > border)
-    element |= (torch.signbit(scaled)).to(torch.int64) << 3
-    pairs = element.flatten(-2).view(*values.shape[:-1], -1, 2)
-    return (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8), code.to(torch.uint8)
+    return pack_pairs(round_to_e2m1(scaled).flatten(-2)), code.to(torch.uint8)
 
 
 def quantize_shuffled(values: Tensor) -> tuple[Tensor, Tensor]:

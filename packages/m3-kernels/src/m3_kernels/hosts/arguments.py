@@ -52,6 +52,8 @@ _POINTERS = (
     "s13",
     "w2",
     "s2",
+    "g13",
+    "g2",
     "scratch",
     "epoch_words",
     "injection",

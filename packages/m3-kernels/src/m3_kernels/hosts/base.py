@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -31,8 +31,9 @@ class Host(Protocol):
         ...
 
     @property
-    def plain_scales(self) -> int | None:
-        """The largest E8M0 code that entry ``m3_ffn_mxfp4`` takes; ``ANY_SCALE`` ends the name of the one for others. None: it takes all."""
+    def plain_scales(self) -> Mapping[str, int]:
+        """By entry, the largest E8M0 code that it takes, and that it takes no NaN weights; ``ANY_SCALE`` ends the name of the one for others. An
+        entry that is missing takes all."""
         ...
 
     @property

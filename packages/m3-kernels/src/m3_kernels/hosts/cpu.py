@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,6 +13,7 @@ from m3_core.layout import ERROR_WORDS_BYTES as FAULT_BYTES
 from m3_kernels.build.cpu import default_library
 from m3_kernels.hosts.arguments import Arguments, require_layout
 
+ENTRIES = ("m3_ffn_bf16", "m3_ffn_mxfp4", "m3_ffn_mxfp8", "m3_ffn_nvfp4")
 MAX_GRID = 64
 BLOCK_THREADS = 64
 MAX_BLOCK_THREADS = 1024
@@ -31,7 +32,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.m3_read_fault.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.m3_abort.restype = None
     library.m3_abort.argtypes = [ctypes.POINTER(ctypes.c_longlong), ctypes.c_int, ctypes.c_int]
-    for name in ("m3_ffn_bf16", "m3_ffn_mxfp4"):
+    for name in ENTRIES:
         entry = getattr(library, name)
         entry.restype = None
         entry.argtypes = [ctypes.c_void_p, ctypes.POINTER(Arguments)]
@@ -52,7 +53,7 @@ class CpuHost:
     """
 
     device = torch.device("cpu")
-    plain_scales = None
+    plain_scales: Mapping[str, int] = {}
     capturing = False
 
     def __init__(self, grid: int, block_threads: int = BLOCK_THREADS, library: ctypes.CDLL | None = None) -> None:

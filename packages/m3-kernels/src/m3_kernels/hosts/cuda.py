@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
@@ -18,10 +18,10 @@ from m3_kernels.hosts.arguments import Arguments, layout
 from m3_kernels.hosts.base import ANY_SCALE
 from m3_kernels.hosts.cuda_driver import STREAM_NON_BLOCKING, CudaDriver, DeviceAttribute, FunctionAttribute, Handle
 
-ENTRIES = ("m3_ffn_bf16", "m3_ffn_mxfp4", "m3_ffn_mxfp4" + ANY_SCALE)
+# Beyond these E8M0 codes a scale is no bf16 once it has made up for the exponent that the codes' patterns lack (platform/nvidia.h).
+PLAIN_SCALES: Mapping[str, int] = {"m3_ffn_mxfp4": 128, "m3_ffn_mxfp8": 134}
+ENTRIES = ("m3_ffn_bf16", "m3_ffn_nvfp4", *PLAIN_SCALES, *(entry + ANY_SCALE for entry in PLAIN_SCALES))
 COMPUTE_CAPABILITY = (9, 0)
-# Beyond this E8M0 code a scale is no bf16 once it has made up for the FP4 pattern's exponent (platform/nvidia.h).
-PLAIN_SCALES = 128
 
 
 @attrs.frozen
@@ -65,7 +65,7 @@ class CudaHost:
             index = device.index
         self.device = torch.device("cuda", index)
         self.ticks_per_second = 1_000_000_000
-        self.plain_scales: int | None = PLAIN_SCALES
+        self.plain_scales = PLAIN_SCALES
         self._build = build
         driver = CudaDriver()
         capability = tuple(

@@ -111,18 +111,22 @@ ROUNDED = Arithmetic(torch.float32, rounds=True, ordered=True)
 ROUNDED_SUMS_EXACT = Arithmetic(torch.float64, rounds=True, ordered=False)
 
 
-def block_order(k: int, *, grouped: bool) -> Tensor:
-    """The order in which blocks of 128 K are added: ascending, or, ``grouped``, a step taking eight values of each group of 32.
+def block_order(k: int, *, lane_values: int = RUN_K) -> Tensor:
+    """The order in which blocks of 128 K are added, a step of 32 at a time.
 
-    Row-major weights are read ascending; MXFP4 lanes hold 32 consecutive values and give a step eight of them.
+    Four groups of lanes give a step eight values each. Group g holds ``lane_values`` consecutive ones at a time, g * ``lane_values`` on, and gives its
+    first eight to the first step, its next eight to the second: with 8 the order ascends (BF16); with 16 two steps share 64 K (MXFP8), with 32
+    four steps share the block (MXFP4, NVFP4).
+
+    Args:
+        k: length of the sum.
+        lane_values: ``ExpertFormat.lane_values``: 8, 16 or 32.
 
     Returns:
         int64, whole blocks; -1 past K.
     """
     index = torch.arange(-(-k // BLOCK_K) * BLOCK_K)
-    if grouped:
-        runs = STEP_K // RUN_K
-        index = index.view(-1, BLOCK_K // STEP_K, runs, RUN_K).transpose(1, 2).reshape(-1)
+    index = index.view(-1, STEP_K // RUN_K, lane_values // RUN_K, RUN_K).transpose(1, 2).reshape(-1)
     return torch.where(index < k, index, torch.full_like(index, -1))
 
 

@@ -5,23 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from m3_kernels.reference.arithmetic import Arithmetic, block_order
+from m3_kernels.reference.arithmetic import RUN_K, Arithmetic, block_order
 
 
-def down(mid: Tensor, w2: Tensor, arithmetic: Arithmetic, *, grouped: bool = False) -> Tensor:
+def down(mid: Tensor, w2: Tensor, arithmetic: Arithmetic, *, lane_values: int = RUN_K, scale: Tensor | None = None) -> Tensor:
     """One expert's contributions, not rounded.
 
     Args:
         mid: [n, intermediate].
         w2: [hidden, intermediate].
         arithmetic: how to compute.
-        grouped: whether the weights are MXFP4, which changes the order of the sum.
+        lane_values: of the weights' format; the order of the sum follows.
+        scale: fp32 scalar, the global scale of ``w2``, which multiplies the sums.
 
     Returns:
         [n, hidden].
     """
-    order = block_order(mid.shape[1], grouped=grouped)
-    return arithmetic.dot(arithmetic.widen(mid), arithmetic.widen(w2), order, order.numel())
+    order = block_order(mid.shape[1], lane_values=lane_values)
+    sums = arithmetic.dot(arithmetic.widen(mid), arithmetic.widen(w2), order, order.numel())
+    return sums if scale is None else sums * arithmetic.widen(scale)
 
 
 def combine(shared: Tensor, routed: Tensor, weights: Tensor, slots: Tensor, arithmetic: Arithmetic) -> Tensor:

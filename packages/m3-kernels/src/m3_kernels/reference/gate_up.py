@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from m3_kernels.ffn import FfnConstants
-from m3_kernels.reference.arithmetic import Arithmetic, block_order, segment_of_blocks
+from m3_kernels.reference.arithmetic import RUN_K, Arithmetic, block_order, segment_of_blocks
 
 
 def swiglu(gate: Tensor, up: Tensor, constants: FfnConstants, arithmetic: Arithmetic) -> Tensor:
@@ -18,7 +18,9 @@ def swiglu(gate: Tensor, up: Tensor, constants: FfnConstants, arithmetic: Arithm
     return arithmetic.bf16(g * arithmetic.sigmoid(alpha * g) * (u + beta))
 
 
-def gate_up(x: Tensor, w13: Tensor, constants: FfnConstants, arithmetic: Arithmetic, *, grouped: bool = False) -> Tensor:
+def gate_up(
+    x: Tensor, w13: Tensor, constants: FfnConstants, arithmetic: Arithmetic, *, lane_values: int = RUN_K, scale: Tensor | None = None
+) -> Tensor:
     """The intermediate activations of one expert.
 
     Args:
@@ -26,12 +28,17 @@ def gate_up(x: Tensor, w13: Tensor, constants: FfnConstants, arithmetic: Arithme
         w13: [2 * intermediate, hidden], gate rows, then up rows.
         constants: of the activation.
         arithmetic: how to compute.
-        grouped: whether the weights are MXFP4, which changes the order of the sum.
+        lane_values: of the weights' format; the order of the sum follows.
+        scale: fp32 scalar, the global scale of ``w13``, which multiplies the sums before the activation.
 
     Returns:
         [n, intermediate].
     """
     hidden = x.shape[1]
-    both = arithmetic.dot(arithmetic.widen(x), arithmetic.widen(w13), block_order(hidden, grouped=grouped), segment_of_blocks(hidden))
+    both = arithmetic.dot(
+        arithmetic.widen(x), arithmetic.widen(w13), block_order(hidden, lane_values=lane_values), segment_of_blocks(hidden)
+    )
+    if scale is not None:
+        both = both * arithmetic.widen(scale)
     gate, up = both.chunk(2, dim=1)
     return swiglu(gate, up, constants, arithmetic)

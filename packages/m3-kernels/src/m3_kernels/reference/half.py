@@ -11,6 +11,7 @@ from torch import Tensor
 from m3_core.errors import ConfigurationError
 from m3_core.formulas import round_up
 from m3_kernels.ffn import ExpertFormat, FfnConstants, FfnWeights
+from m3_kernels.formats import mxfp8, nvfp4
 from m3_kernels.formats.mxfp4 import GROUP, dequantize_shuffled
 from m3_kernels.formats.shuffle import SCALE_GROUPS_MULTIPLE
 from m3_kernels.reference.arithmetic import Arithmetic
@@ -25,39 +26,72 @@ from m3_kernels.reference.table import Slot, table
 
 
 @attrs.frozen(eq=False)
-class Experts:
-    """One rank's experts as plain matrices.
+class Matrices:
+    """One expert as plain matrices.
 
     Attributes:
-        w13: [experts + 1, 2 * intermediate, hidden].
-        w2: [experts + 1, hidden, intermediate].
-        grouped: whether sums run in MXFP4's order.
+        w13: [2 * intermediate, hidden], without its global scale.
+        w2: [hidden, intermediate], without its global scale.
+        g13: fp32 scalar, the global scale of ``w13``; None in formats that have none.
+        g2: as ``g13``, of ``w2``.
+        lane_values: of the format; the order of the sums follows.
     """
 
     w13: Tensor
     w2: Tensor
-    grouped: bool
+    g13: Tensor | None
+    g2: Tensor | None
+    lane_values: int
+
+
+@attrs.frozen(eq=False)
+class Experts:
+    """One rank's experts as plain matrices.
+
+    Attributes:
+        w13: [experts + 1, 2 * intermediate, hidden], without global scales.
+        w2: [experts + 1, hidden, intermediate], without global scales.
+        g13: fp32 [experts + 1], the global scales of ``w13``; None in formats that have none.
+        g2: as ``g13``, of ``w2``.
+    """
+
+    w13: Tensor
+    w2: Tensor
+    g13: Tensor | None
+    g2: Tensor | None
 
     @classmethod
     def of(cls, weights: FfnWeights) -> Experts:
-        """The plain values of ``weights``, exactly."""
-        if weights.format is ExpertFormat.BF16:
-            return cls(weights.w13, weights.w2, grouped=False)
-        if weights.s13 is None or weights.s2 is None:
-            raise ConfigurationError("mxfp4 weights without scales: pass s13 and s2")
-        return cls(dequantize_shuffled(weights.w13, weights.s13), dequantize_shuffled(weights.w2, weights.s2), grouped=True)
+        """The plain values of ``weights``, as the launch widens them."""
+        found = [expert_matrices(weights, expert) for expert in range(weights.w13.shape[0])]
+        return cls(torch.stack([one.w13 for one in found]), torch.stack([one.w2 for one in found]), weights.g13, weights.g2)
 
 
-def expert_matrices(weights: FfnWeights, expert: int) -> tuple[Tensor, Tensor]:
-    """One expert's w13 [2 * intermediate, hidden] and w2 [hidden, intermediate], exactly."""
-    if weights.format is ExpertFormat.BF16:
-        return weights.w13[expert], weights.w2[expert]
+def expert_matrices(weights: FfnWeights, expert: int) -> Matrices:
+    """One expert's plain values, as the launch widens them.
+
+    Raises:
+        ConfigurationError: if the format needs scales that the weights lack.
+    """
+    format = weights.format
+    if format is ExpertFormat.BF16:
+        return Matrices(weights.w13[expert], weights.w2[expert], None, None, format.lane_values)
     if weights.s13 is None or weights.s2 is None:
-        raise ConfigurationError("mxfp4 weights without scales: pass s13 and s2")
-    return _dequantized(weights.w13, weights.s13, expert), _dequantized(weights.w2, weights.s2, expert)
+        raise ConfigurationError(f"{format.value} weights without scales: pass s13 and s2")
+    g13, g2 = None, None
+    if format is ExpertFormat.NVFP4:
+        if weights.g13 is None or weights.g2 is None:
+            raise ConfigurationError("nvfp4 weights without global scales: pass g13 and g2")
+        g13, g2 = weights.g13[expert], weights.g2[expert]
+    w13, w2 = (_dequantized(format, *one, expert) for one in ((weights.w13, weights.s13), (weights.w2, weights.s2)))
+    return Matrices(w13, w2, g13, g2, format.lane_values)
 
 
-def _dequantized(values: Tensor, scales: Tensor, expert: int) -> Tensor:
+def _dequantized(format: ExpertFormat, values: Tensor, scales: Tensor, expert: int) -> Tensor:
+    if format is ExpertFormat.MXFP8:
+        return mxfp8.dequantize(values[expert], scales[expert])
+    if format is ExpertFormat.NVFP4:
+        return nvfp4.dequantize(values[expert], scales[expert])
     # An expert's scales are whole blocks of the shuffle, which has 32 rows.
     _, rows, row_bytes = values.shape
     own = rows * round_up(2 * row_bytes // GROUP, SCALE_GROUPS_MULTIPLE)
@@ -131,12 +165,11 @@ def _expert_stages(
     x: Tensor, weights: FfnWeights, slots: Sequence[Slot], top_k: int, constants: FfnConstants, arithmetic: Arithmetic
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     rows, hidden = x.shape
-    grouped = weights.format is ExpertFormat.MXFP4
     contributions = torch.zeros((top_k + 1) * rows, hidden, dtype=arithmetic.dtype, device=x.device)
     mids = []
     for slot in slots:
-        w13, w2 = expert_matrices(weights, slot.expert)
-        mid = gate_up(x[list(slot.rows)], w13, constants, arithmetic, grouped=grouped)
-        contributions[list(slot.picks)] = down(mid, w2, arithmetic, grouped=grouped)
+        own = expert_matrices(weights, slot.expert)
+        mid = gate_up(x[list(slot.rows)], own.w13, constants, arithmetic, lane_values=own.lane_values, scale=own.g13)
+        contributions[list(slot.picks)] = down(mid, own.w2, arithmetic, lane_values=own.lane_values, scale=own.g2)
         mids.append(mid)
     return tuple(mids), contributions

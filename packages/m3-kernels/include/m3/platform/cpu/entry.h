@@ -49,6 +49,8 @@ M3_EXPORT const char* m3_arguments_layout() {
   M3_ADD(s13);
   M3_ADD(w2);
   M3_ADD(s2);
+  M3_ADD(g13);
+  M3_ADD(g2);
   M3_ADD(scratch);
   M3_ADD(epoch_words);
   M3_ADD(injection);

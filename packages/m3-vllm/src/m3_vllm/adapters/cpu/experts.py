@@ -178,10 +178,10 @@ class Experts(nn.Module):
 
     def prepare(self) -> None:
         """Lay the weights out for the products, once they are loaded and perhaps quantised."""
-        grouped = self.packed is not None
+        lane_values = self.format.lane_values
         hidden = self.w13.shape[2]
-        self._gate_up = OrderedMatrices(self.w13.data, block_order(hidden, grouped=grouped), segment_of_blocks(hidden))
-        order = block_order(self.width, grouped=grouped)
+        self._gate_up = OrderedMatrices(self.w13.data, block_order(hidden, lane_values=lane_values), segment_of_blocks(hidden))
+        order = block_order(self.width, lane_values=lane_values)
         self._down = OrderedMatrices(self.w2.data, order, order.numel())
 
     def forward(self, rows: torch.Tensor, routes: Routes, slots: torch.Tensor, constants: FfnConstants) -> torch.Tensor:
