@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from m3_kernels.ffn import ExpertFormat, FfnConstants, FfnShape
+from m3_kernels.ffn import ExpertFormat, FfnConstants, FfnShape, FfnWeights
+from m3_kernels.formats import mxfp8
 from m3_kernels.reference.arithmetic import ROUNDED
 from m3_kernels.reference.half import Half, half
 from m3_kernels.testing import LayerInputs, ThreadRanks, random_inputs, random_weights
@@ -84,6 +85,14 @@ def test_mxfp4_sizes(hidden: int, intermediate: int, generator: torch.Generator)
     check(shape, MXFP4, random_inputs(shape, 2, generator), generator)
 
 
+@pytest.mark.parametrize(("hidden", "intermediate"), [(32, 32), (96, 160), (416, 352), (1152, 64), (1056, 288)])
+@pytest.mark.parametrize("format", [MXFP8, NVFP4])
+def test_row_major_sizes(hidden: int, intermediate: int, format: ExpertFormat, generator: torch.Generator) -> None:
+    """K that ends in every quarter of a block, and more than eight blocks."""
+    shape = FfnShape(hidden, intermediate, experts=4, top_k=2, world_size=1, max_rows=4)
+    check(shape, format, random_inputs(shape, 3, generator), generator)
+
+
 @pytest.mark.parametrize("padded", [[0], [4], [0, 2, 4], [0, 1, 2, 3, 4]])
 def test_padded_rows(padded: list[int], generator: torch.Generator) -> None:
     shape = FfnShape(hidden=128, intermediate=32, experts=8, top_k=4, world_size=2, max_rows=16)
@@ -98,18 +107,20 @@ def test_slots_longer_than_rows(generator: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize(("grid", "threads"), [(1, 64), (2, 128), (3, 64), (5, 256), (8, 64), (1, 512)])
-def test_grid_and_block_do_not_change_bits(grid: int, threads: int, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("format", [MXFP4, MXFP8, NVFP4])
+def test_grid_and_block_do_not_change_bits(grid: int, threads: int, format: ExpertFormat, generator: torch.Generator) -> None:
     shape = FfnShape(hidden=256, intermediate=64, experts=8, top_k=4, world_size=2, max_rows=16)
-    check(shape, MXFP4, random_inputs(shape, 4, generator, padded=[2]), generator, grid=grid, threads=threads)
+    check(shape, format, random_inputs(shape, 4, generator, padded=[2]), generator, grid=grid, threads=threads)
 
 
-def test_nan_and_infinite_rows_stay_alone(generator: torch.Generator) -> None:
+@pytest.mark.parametrize("format", list(ExpertFormat))
+def test_nan_and_infinite_rows_stay_alone(format: ExpertFormat, generator: torch.Generator) -> None:
     """A row of NaN has NaN logits: its picks are experts 0, 1, ... with weight 0, its output is NaN; other rows are as without it."""
-    shape = FfnShape(hidden=128, intermediate=32, experts=8, top_k=4, world_size=2, max_rows=16)
+    shape = FfnShape(hidden=128, intermediate=64, experts=8, top_k=4, world_size=2, max_rows=16)
     inputs = random_inputs(shape, 5, generator)
     inputs.parts[1][1] = math.nan
     inputs.parts[0][3, 5] = math.inf
-    wanted = check(shape, BF16, inputs, generator)
+    wanted = check(shape, format, inputs, generator)
     assert wanted.routes.experts[1].tolist() == [0, 1, 2, 3]
     assert wanted.routes.weights[1].tolist() == [0.0] * 4
     assert torch.isnan(wanted.out[1]).all()
@@ -183,11 +194,12 @@ def test_row_position_does_not_change_bits(generator: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-4, 1e4, 1e30])
-def test_huge_and_tiny_activations(scale: float, generator: torch.Generator) -> None:
-    shape = FfnShape(hidden=128, intermediate=32, experts=8, top_k=4, world_size=2, max_rows=16)
+@pytest.mark.parametrize("format", list(ExpertFormat))
+def test_huge_and_tiny_activations(scale: float, format: ExpertFormat, generator: torch.Generator) -> None:
+    shape = FfnShape(hidden=128, intermediate=64, experts=8, top_k=4, world_size=2, max_rows=16)
     inputs = random_inputs(shape, 2, generator)
     scaled = LayerInputs(tuple(part * scale for part in inputs.parts), inputs.residual * scale, inputs.slots)
-    check(shape, BF16, scaled, generator)
+    check(shape, format, scaled, generator)
 
 
 def test_zero_activations(generator: torch.Generator) -> None:
@@ -223,3 +235,126 @@ def test_special_scale_codes(generator: torch.Generator) -> None:
         assert equal(out, wanted.out)
         assert bool(torch.isnan(out).any()) == (code >= 254)
         tensor.copy_(kept)
+
+
+def check_weights(shape: FfnShape, weights: FfnWeights, inputs: LayerInputs) -> Half:
+    """One rank's launch of given weights, against the reference."""
+    wanted = half(inputs.parts, inputs.residual, inputs.slots, [weights], FfnConstants(), shape.top_k, ROUNDED)
+    with ThreadRanks(shape, poison=True) as ranks:
+        [(out, _)] = ranks.run(ranks.launches([weights]), inputs)
+    assert equal(out, wanted.out)
+    return wanted
+
+
+ONE_RANK = FfnShape(hidden=128, intermediate=64, experts=2, top_k=1, world_size=1, max_rows=4)
+
+
+def raw(tensor: Tensor | None) -> Tensor:
+    """The bytes of a tensor of codes, to be written to."""
+    assert tensor is not None
+    return tensor.view(torch.uint8).view(-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "codes", "nan"),
+    [
+        ("s13", (0, 1, 2, 3), False),  # bf16 subnormals, of which some round
+        ("s2", (0, 1, 2, 3), False),
+        ("s2", (180, 200, 0, 90), False),
+        ("s2", (254,), True),  # infinity, of both signs
+        ("s2", (255,), True),
+        ("s13", (255,), True),
+        ("w13", (0x7F,), True),
+        ("w2", (0xFF,), True),
+        ("w13", (0x7E, 0xFE, 0x01, 0x81, 0x80, 0x00), False),  # the ends of E4M3
+        ("w2", (0x7E, 0xFE, 0x01, 0x81, 0x80, 0x00), False),
+    ],
+)
+def test_special_codes_of_mxfp8(name: str, codes: tuple[int, ...], nan: bool, generator: torch.Generator) -> None:
+    [weights] = random_weights(ONE_RANK, MXFP8, generator)
+    values = raw(getattr(weights, name))
+    for i, code in enumerate(codes):
+        values[i * 5 :: 5 * len(codes)] = code
+    wanted = check_weights(ONE_RANK, weights, random_inputs(ONE_RANK, 2, generator))
+    assert bool(torch.isnan(wanted.out).any()) == nan
+
+
+def test_mxfp8_products_that_round(generator: torch.Generator) -> None:
+    """All scales 2^-127: the gate and up sums are of bf16 subnormals, so that an unrounded or flushed product shows in MID, seen through a limit
+    and constants that make the activation large."""
+    [weights] = random_weights(ONE_RANK, MXFP8, generator)
+    raw(weights.s13).zero_()
+    raw(weights.s2).fill_(254)
+    raw(weights.w2).fill_(0x38)
+    inputs = random_inputs(ONE_RANK, 2, generator)
+    inputs = LayerInputs(tuple(part * 1e4 for part in inputs.parts), inputs.residual, inputs.slots)
+    weights.post_norm.fill_(2.0**100)
+    wanted = check_weights(ONE_RANK, weights, inputs)
+    assert any(bool(mid.any()) for mid in wanted.mids[0])
+    values = mxfp8.dequantize(weights.w13, weights.s13 if weights.s13 is not None else weights.w13).double()
+    assert not torch.equal(values, weights.w13.double() * 2.0**-127), "some products round"
+
+
+@pytest.mark.parametrize(
+    ("name", "codes", "nan"),
+    [
+        ("s13", (0x00, 0x80, 0x01, 0x81), False),  # zeros of both signs and the least scales
+        ("s2", (0x7E, 0xFE), False),
+        ("s13", (0x7F,), True),
+        ("s2", (0xFF,), True),
+    ],
+)
+def test_special_scales_of_nvfp4(name: str, codes: tuple[int, ...], nan: bool, generator: torch.Generator) -> None:
+    [weights] = random_weights(ONE_RANK, NVFP4, generator)
+    values = raw(getattr(weights, name))
+    for i, code in enumerate(codes):
+        values[i * 5 :: 5 * len(codes)] = code
+    wanted = check_weights(ONE_RANK, weights, random_inputs(ONE_RANK, 2, generator))
+    assert bool(torch.isnan(wanted.out).any()) == nan
+
+
+@pytest.mark.parametrize("name", ["g13", "g2"])
+@pytest.mark.parametrize("value", [0.0, -1.0, 1.1e-3, 2.0**-149, 3e38, math.inf, math.nan])
+def test_global_scales_of_nvfp4(name: str, value: float, generator: torch.Generator) -> None:
+    """A global scale multiplies the sums as IEEE 754 says, its own expert's only."""
+    [weights] = random_weights(ONE_RANK, NVFP4, generator)
+    before = check_weights(ONE_RANK, weights, random_inputs(ONE_RANK, 2, torch.Generator().manual_seed(1)))
+    getattr(weights, name)[1] = value
+    wanted = check_weights(ONE_RANK, weights, random_inputs(ONE_RANK, 2, torch.Generator().manual_seed(1)))
+    for index, slot in enumerate(wanted.slots):
+        if slot.expert != 1:
+            assert torch.equal(wanted.mids[0][index], before.mids[0][index])
+        elif name == "g13":
+            assert not torch.equal(wanted.mids[0][index].nan_to_num(nan=1e9), before.mids[0][index])
+    assert any(slot.expert == 1 for slot in wanted.slots), "inputs that do not pick the expert"
+
+
+@pytest.mark.parametrize("format", list(ExpertFormat))
+def test_zero_weights(format: ExpertFormat, generator: torch.Generator) -> None:
+    """Every bit of the experts 0, scales too: the output is exactly 0."""
+    [weights] = random_weights(ONE_RANK, format, generator)
+    for tensor in (weights.w13, weights.w2):
+        raw(tensor).zero_()
+    for scales in (weights.s13, weights.s2):
+        if scales is not None:
+            raw(scales).zero_()
+    assert not check_weights(ONE_RANK, weights, random_inputs(ONE_RANK, 2, generator)).out.any()
+
+
+@pytest.mark.parametrize("format", [MXFP8, NVFP4])
+def test_random_bytes_are_weights(format: ExpertFormat, generator: torch.Generator) -> None:
+    """Any byte is a code of some meaning; but for NaN ones, of which one in 128 would leave nothing else to see."""
+    for turn in range(3):
+        [weights] = random_weights(ONE_RANK, format, generator)
+        for tensor in (weights.w13, weights.w2, weights.s13, weights.s2):
+            values = raw(tensor)
+            bytes_ = torch.randint(0, 256, values.shape, dtype=torch.uint8, generator=generator)
+            if tensor is not None and tensor.dtype == torch.float8_e4m3fn:
+                bytes_ = torch.where((bytes_ & 0x7F) == 0x7F, torch.full_like(bytes_, 0x3A), bytes_)
+            if format is MXFP8 and tensor is weights.s13:
+                bytes_ = bytes_ % 120
+            if format is MXFP8 and tensor is weights.s2:
+                bytes_ = bytes_ % 200
+            values.copy_(bytes_)
+        wanted = check_weights(ONE_RANK, weights, random_inputs(ONE_RANK, turn + 1, generator))
+        assert bool(torch.isfinite(wanted.out).any())

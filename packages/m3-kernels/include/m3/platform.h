@@ -22,8 +22,8 @@
 // Data        load_data, store_data: what other blocks wrote or will read; seen after an acquire
 //             drain_stores: before the barrier that precedes an announcement
 //             load_streamed(wanted, address, bytes): if wanted, 16 bytes of weights that this launch reads once; load_kept: what is read
-//             again soon; load_byte(wanted, address, value): the same for one byte; load_two_bytes: for two at an even address, the first
-//             in the low byte of `value`
+//             again soon; load_byte(wanted, address, value): the same for one byte; load_two_bytes, load_four_bytes:
+//             for two or four at a multiple of as many, the first in the low byte of `value`
 //             prefetch(address, bytes): bring bytes that will be loaded soon into the cache that all blocks share, or do nothing; both are
 //             multiples of 16
 // Numbers     exp2_of, reciprocal, reciprocal_root; count_bits, lowest_bit (of a word that is not 0)
@@ -37,7 +37,8 @@
 //             bf16. fp4_element(place): which of its eight consecutive codes a run has at `place`; activations that meet such weights are
 //             stored in the same order.
 //             widen_fp8<any scale>(codes, scale codes, runs): for each of a lane's rows, twice 16 E4M3 codes times their E8M0 scale, as four runs of
-//             eight bf16, rounded to nearest even once. fp8_element(place): as fp4_element.
+//             eight bf16, rounded to nearest even once; the scales lie in bits 0 to 7 and 16 to 23, whatever else the word holds.
+//             fp8_element(place): as fp4_element.
 //             widen_fp4_e4m3(codes, scale codes, runs): for each of a lane's rows, 32 E2M1 codes, of which 16 share an E4M3 scale, the first 16 the
 //             one in the low byte, as four runs of eight bf16, exactly; in the order of fp4_element.
 // Schedule    kWholeRows: a block reduces whole rows, and the norm follows at once; else tasks of 48 columns go round

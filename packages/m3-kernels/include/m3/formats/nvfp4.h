@@ -24,10 +24,9 @@ struct Nvfp4 {
   // A lane's 16 bytes are 32 consecutive K, so its runs in the four tile steps follow each other.
   M3_DEVICE_METHOD static constexpr int run_k(int step, int group) { return 32 * group + 8 * step; }
 
-  // Where a lane's codes of a tile lie, and their scales, from some K block on.
+  // Where a lane's codes of a tile lie, from some K block on, in units of 16 bytes, for which there are two scales.
   struct Tile {
-    const unsigned char* codes[platform::kFragmentRows];
-    const unsigned char* scales[platform::kFragmentRows];
+    Bits32 codes[platform::kFragmentRows];
     int block;
   };
 
@@ -39,14 +38,13 @@ struct Nvfp4 {
 
     // Sixteen rows of `expert` from K block `block` on: eight from `lower` on and the eight that lie `distance` further.
     M3_DEVICE_METHOD Tile tile(int expert, int lower, int distance, int block, bool) const {
-      const int lane = platform::lane_index(), first_k = 128 * block + run_k(0, platform::fragment_group(lane));
+      const int lane = platform::lane_index();
       Tile found;
       found.block = block;
       M3_UNROLL for (int chunk = 0; chunk < platform::kFragmentRows; ++chunk) {
         const int in_tile = platform::fragment_row(lane, chunk);
-        const int row = lower + in_tile % 8 + (in_tile < 8 ? 0 : distance);
-        found.codes[chunk] = rows_begin(expert, row) + first_k / 2;
-        found.scales[chunk] = scales_begin(expert, row) + first_k / 16;
+        const int row = expert * rows + lower + in_tile % 8 + (in_tile < 8 ? 0 : distance);
+        found.codes[chunk] = static_cast<Bits32>(row) * static_cast<Bits32>(k / 32) + static_cast<Bits32>(4 * block + platform::fragment_group(lane));
       }
       return found;
     }
@@ -58,18 +56,18 @@ struct Nvfp4 {
         return;
       }
       M3_UNROLL for (int chunk = 0; chunk < platform::kFragmentRows; ++chunk) {
-        platform::load_streamed(wanted, tile.codes[chunk] + 64 * i, into.codes[chunk]);
-        platform::load_two_bytes(wanted, tile.scales[chunk] + 8 * i, into.scales[chunk]);
+        platform::load_streamed(wanted, weights + 16ll * tile.codes[chunk] + 64 * i, into.codes[chunk]);
+        platform::load_two_bytes(wanted, scales + 2ll * tile.codes[chunk] + 8 * i, into.scales[chunk]);
       }
     }
 
     // Neighbouring rows lie together.
     M3_DEVICE_METHOD const unsigned char* rows_begin(int expert, int first_row) const {
-      return weights + static_cast<long long>(expert) * (rows * (k / 2)) + first_row * (k / 2);
+      return weights + static_cast<long long>(expert * rows + first_row) * (k / 2);
     }
     M3_DEVICE_METHOD int bytes_of_rows(int count) const { return count * (k / 2); }
     M3_DEVICE_METHOD const unsigned char* scales_begin(int expert, int first_row) const {
-      return scales + static_cast<long long>(expert) * (rows * (k / 16)) + first_row * (k / 16);
+      return scales + static_cast<long long>(expert * rows + first_row) * (k / 16);
     }
     M3_DEVICE_METHOD int scale_bytes_of_rows(int count) const { return count * (k / 16); }
   };

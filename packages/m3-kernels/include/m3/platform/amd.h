@@ -134,6 +134,9 @@ M3_DEVICE_INLINE void load_byte(bool wanted, const unsigned char* address, Bits3
 M3_DEVICE_INLINE void load_two_bytes(bool wanted, const unsigned char* address, Bits32& value) {
   if (wanted) value = *reinterpret_cast<const AliasingBits16*>(address);
 }
+M3_DEVICE_INLINE void load_four_bytes(bool wanted, const unsigned char* address, Bits32& value) {
+  if (wanted) value = *reinterpret_cast<const AliasingBits32*>(address);
+}
 
 template <class T>
 M3_DEVICE_INLINE T load_kept(const T* address) {
@@ -297,10 +300,11 @@ M3_DEVICE_INLINE void widen_fp8_runs(const Bytes16& codes, Bits32 scale_code, By
   }
 }
 template <bool>
-M3_DEVICE_INLINE void widen_fp8(const Bytes16 (&codes)[kFragmentRows][2], const Bits32 (&scale_code)[kFragmentRows][2], RowsBf16 (&rows)[4]) {
+M3_DEVICE_INLINE void widen_fp8(const Bytes16 (&codes)[kFragmentRows][2], const Bits32 (&scale_codes)[kFragmentRows], RowsBf16 (&rows)[4]) {
   M3_UNROLL for (int chunk = 0; chunk < kFragmentRows; ++chunk) {
     M3_UNROLL for (int half = 0; half < 2; ++half) {
-      widen_fp8_runs(codes[chunk][half], scale_code[chunk][half], rows[2 * half].chunk[chunk], rows[2 * half + 1].chunk[chunk]);
+      const Bits32 scale_code = scale_codes[chunk] >> (16 * half) & 0xFFu;
+      widen_fp8_runs(codes[chunk][half], scale_code, rows[2 * half].chunk[chunk], rows[2 * half + 1].chunk[chunk]);
     }
   }
 }

@@ -115,6 +115,9 @@ M3_DEVICE_INLINE void load_byte(bool wanted, const unsigned char* address, Bits3
 M3_DEVICE_INLINE void load_two_bytes(bool wanted, const unsigned char* address, Bits32& value) {
   if (wanted) value = address[0] | static_cast<Bits32>(address[1]) << 8;
 }
+M3_DEVICE_INLINE void load_four_bytes(bool wanted, const unsigned char* address, Bits32& value) {
+  if (wanted) std::memcpy(&value, address, 4);
+}
 template <class T>
 M3_DEVICE_INLINE T load_kept(const T* address) {
   return *address;
@@ -250,12 +253,12 @@ M3_DEVICE_INLINE void widen_fp4_e4m3(const Bytes16 (&codes)[kFragmentRows], cons
 M3_DEVICE_INLINE constexpr int fp4_element(int place) { return place; }
 
 template <bool>
-M3_DEVICE_INLINE void widen_fp8(const Bytes16 (&codes)[kFragmentRows][2], const Bits32 (&scale_code)[kFragmentRows][2], RowsBf16 (&rows)[4]) {
+M3_DEVICE_INLINE void widen_fp8(const Bytes16 (&codes)[kFragmentRows][2], const Bits32 (&scale_codes)[kFragmentRows], RowsBf16 (&rows)[4]) {
   M3_UNROLL for (int run = 0; run < 4; ++run) {
     M3_UNROLL for (int chunk = 0; chunk < kFragmentRows; ++chunk) {
       M3_UNROLL for (int word = 0; word < 2; ++word) {
         Bits32 pairs[2];
-        widen_fp8_by_arithmetic(codes[chunk][run / 2].word[run % 2 * 2 + word], scale_code[chunk][run / 2], pairs);
+        widen_fp8_by_arithmetic(codes[chunk][run / 2].word[run % 2 * 2 + word], scale_codes[chunk] >> (16 * (run / 2)) & 0xFFu, pairs);
         rows[run].chunk[chunk].word[2 * word] = pairs[0];
         rows[run].chunk[chunk].word[2 * word + 1] = pairs[1];
       }
