@@ -5,7 +5,8 @@ stage, the float64 formula gets the very values that the launch passed on (they 
 bounds are tight. From end to end the errors are carried along: no more than a worst case, wide but valid.
 
 u = 2^-8 is the rounding unit of bf16 and v = 2^-24 that of fp32: rounding moves a value x by at most u |x| (v |x|); an fp32 dot product of n
-terms is off by at most 2 n v times the sum of its terms' magnitudes (n v, with room for the second order).
+terms is off by at most 2 n v times the sum of its terms' magnitudes (n v, with room for the second order, and for the product with a global
+scale, which is a part of the weights here).
 
 - norm: with q = mean(s^2) + eps off by a relative r <= 1/2, rstd is off by at most (1 - r)^(-1/2) - 1 <= r.
 - sigmoid has slope at most 1/4; g * sigmoid(alpha g) has slope at most 1.1 for every alpha; clamping has slope at most 1.
@@ -115,6 +116,14 @@ def combine_bound(contribution: Tensor, error: Tensor, weights: Tensor, e_weight
     return torch.where(padded[:, None], torch.zeros_like(e_t), e_t)
 
 
+def exact_matrices(experts: Experts, expert: int) -> tuple[Tensor, Tensor]:
+    """An expert's w13 and w2 with their global scales, in float64."""
+    w13, w2 = experts.w13[expert].double(), experts.w2[expert].double()
+    if experts.g13 is None or experts.g2 is None:
+        return w13, w2
+    return w13 * experts.g13[expert].double(), w2 * experts.g2[expert].double()
+
+
 @attrs.frozen(eq=False)
 class Ran:
     """A launch and what it passed from stage to stage, in float64."""
@@ -197,7 +206,7 @@ def stage_excess(ran: Ran) -> dict[str, float]:
         error = torch.zeros_like(contribution)
         worst = 0.0
         for index, slot in enumerate(slots):
-            w13, w2 = experts.w13[slot.expert].double(), experts.w2[slot.expert].double()
+            w13, w2 = exact_matrices(experts, slot.expert)
             x_rows = ran.x[list(slot.rows)]
             wanted = gate_up(x_rows, w13, CONSTANTS, EXACT)
             mid = mids[index, : len(slot.rows), : w2.shape[1]]
@@ -228,7 +237,7 @@ def whole_bound(exact: Half, inputs: LayerInputs, weights: tuple[FfnWeights, ...
         contribution = torch.zeros((top_k + 1) * rows, exact.x.shape[1], dtype=torch.float64)
         error = torch.zeros_like(contribution)
         for slot, mid in zip(exact.slots, mids, strict=True):
-            w13, w2 = experts.w13[slot.expert].double(), experts.w2[slot.expert].double()
+            w13, w2 = exact_matrices(experts, slot.expert)
             e_mid = mid_bound(exact.x[list(slot.rows)], e_x[list(slot.rows)], w13, mid)
             contribution[list(slot.picks)] = mid @ w2.T
             error[list(slot.picks)] = dot(mid, e_mid, w2)

@@ -40,10 +40,12 @@ def plain_half(parts: list[Tensor], residual: Tensor, slots: Tensor, weights: li
         scale = 2.0 / probability[row, picks].sum()
         for rank in weights:
             experts = Experts.of(rank)
+            g13, g2 = (torch.ones(len(experts.w13)) if scales is None else scales for scales in (rank.g13, rank.g2))
             for expert, weight in [(len(experts.w13) - 1, 1.0), *((int(pick), float(probability[row, pick] * scale)) for pick in picks)]:
-                gate, up = (experts.w13[expert].double() @ norm[row]).chunk(2)
+                # Here the global scale is a part of the weight, as the format defines it.
+                gate, up = (experts.w13[expert].double() * g13[expert].double() @ norm[row]).chunk(2)
                 gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-                out[row] += weight * (experts.w2[expert].double() @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)))
+                out[row] += weight * (experts.w2[expert].double() * g2[expert].double() @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)))
     return out, stream
 
 
@@ -177,8 +179,11 @@ def test_packed_experts_need_scales(generator: torch.Generator) -> None:
     [weights] = random_weights(FfnShape(64, 64, 2, 1, 1, 4), ExpertFormat.MXFP4, generator)
     assert weights.s13 is not None
     assert torch.equal(Experts.of(weights).w13, dequantize_shuffled(weights.w13, weights.s13))
-    with pytest.raises(ConfigurationError, match="without scales"):
+    with pytest.raises(ConfigurationError, match="mxfp4 weights without scales"):
         Experts.of(attrs.evolve(weights, s2=None))
+    [weights] = random_weights(FfnShape(64, 64, 2, 1, 1, 4), ExpertFormat.NVFP4, generator)
+    with pytest.raises(ConfigurationError, match="nvfp4 weights without global scales: pass g13 and g2"):
+        Experts.of(attrs.evolve(weights, g2=None))
 
 
 def test_square_roots_are_the_nearest(generator: torch.Generator) -> None:

@@ -274,7 +274,7 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(format: RowMajorFormat)
 
 def test_global_scales_that_do_not_fit_are_refused_by_name() -> None:
     format = nvfp4.CHECKPOINT
-    with pytest.raises(ConfigurationError, match="expert 2: w1 and w3 have the global scales 3.5, 4.0; the launch takes one for both"):
+    with pytest.raises(ConfigurationError, match=r"expert 2: w1 and w3 have the global scales 3\.5, 4\.0; the launch takes one for both"):
         format.pack(changed(format, "w3", global_scale=torch.tensor(4.0)))
     with pytest.raises(ConfigurationError, match="expert 2: weight_scale_2 is missing"):
         format.pack(changed(format, "w2", global_scale=None))

@@ -50,6 +50,27 @@ def test_shapes_are_refused_with_every_reason() -> None:
         assert any(f" is {value}" in reason for reason in caught.value.reasons)
 
 
+@pytest.mark.parametrize(("hidden", "intermediate", "count"), [(96, 32, 0), (112, 32, 1), (96, 48, 1), (80, 16, 2)])
+@pytest.mark.parametrize(("format", "why"), [(ExpertFormat.MXFP8, "a scale covers 32"), (ExpertFormat.NVFP4, "a lane loads 32")])
+def test_row_major_formats_need_whole_loads(hidden: int, intermediate: int, count: int, format: ExpertFormat, why: str) -> None:
+    reasons = FfnShape(hidden, intermediate, 4, 2, 1, 4).format_reasons(format)
+    assert len(reasons) == count
+    for reason in reasons:
+        assert f"{format.name} weights need a multiple of 32 ({why} values along K); pad it or hold the experts as BF16" in reason
+
+
+@pytest.mark.parametrize(("format", "experts"), [(ExpertFormat.MXFP8, 511), (ExpertFormat.NVFP4, 511)])
+def test_positions_of_codes_fit_a_word(format: ExpertFormat, experts: int) -> None:
+    """Codes are counted in loads of 16 bytes: 2^32 of them hold 2^36 MXFP8 or 2^37 NVFP4 codes."""
+    limit = 2**36 if format is ExpertFormat.MXFP8 else 2**37
+    largest = FfnShape(hidden=limit // 512 // 2 // 4096, intermediate=4096, experts=experts, top_k=2, world_size=1, max_rows=4)
+    assert largest.format_reasons(format) == []
+    [reason] = attrs.evolve(largest, experts=512).format_reasons(format)
+    assert f"513 matrices of 8192 x {largest.hidden} hold" in reason
+    assert f"{format.name} weights take at most {limit}" in reason
+    assert "use more ranks" in reason
+
+
 @pytest.mark.parametrize(("hidden", "intermediate", "count"), [(128, 64, 0), (96, 64, 1), (128, 48, 1), (96, 48, 2)])
 def test_mxfp4_needs_whole_groups(hidden: int, intermediate: int, count: int) -> None:
     shape = FfnShape(hidden, intermediate, 4, 2, 1, 4)
@@ -92,6 +113,83 @@ def test_packed_weights_are_refused(ranks: ThreadRanks, packed: FfnWeights) -> N
     assert "s13 is None" in text
     assert "s2 is torch.int32" in text
     assert "s2 holds 7 scales: 5120 (640 rows of 8) are needed, or 6144 with the rows padded to 256" in text
+
+
+@pytest.mark.parametrize("format", [ExpertFormat.MXFP8, ExpertFormat.NVFP4])
+def test_row_major_weights_are_refused_with_every_reason(format: ExpertFormat, ranks: ThreadRanks, generator: torch.Generator) -> None:
+    [good] = random_weights(SHAPE, format, generator)
+    assert good.reasons(SHAPE) == []
+    assert good.s13 is not None
+    assert good.s2 is not None
+    wrong = attrs.evolve(
+        good,
+        w13=good.w13.view(torch.int8),
+        s13=good.s13.view(torch.int8)[:, :-1],
+        w2=good.w2[:, :, ::2],
+        s2=None,
+        g13=torch.ones(5),
+        g2=torch.ones(4, dtype=torch.float64),
+    )
+    element = "torch.float8_e4m3fn" if format is ExpertFormat.MXFP8 else "torch.uint8"
+    scale, groups = ("torch.uint8", 4) if format is ExpertFormat.MXFP8 else ("torch.float8_e4m3fn", 8)
+    wanted = [
+        f"w13 is torch.int8: {element} is needed",
+        f"s13 is torch.int8: {scale} is needed",
+        f"s13 has shape [5, 127, {groups}]: [5, 128, {groups}] is needed",
+        "s13 is not contiguous",
+        "w2 is not contiguous",
+        f"s2 is None, but {format.value} weights need their scales",
+    ]
+    if format is ExpertFormat.MXFP8:
+        wanted += [f"{name} is given, but mxfp8 weights have no global scales: pass None" for name in ("g13", "g2")]
+    else:
+        wanted += ["g2 is torch.float64: torch.float32 is needed", "g2 has shape [4]: [5] is needed"]
+    with pytest.raises(RefusalError) as caught:
+        FfnLaunch(ranks.channels[0], wrong, FfnConstants(), 0)
+    for part in wanted:
+        assert any(part in reason for reason in caught.value.reasons), part
+    assert len(caught.value.reasons) == len(wanted) + 1, "and the shape of w2"
+
+
+def test_nvfp4_needs_its_global_scales(ranks: ThreadRanks, generator: torch.Generator) -> None:
+    [good] = random_weights(SHAPE, ExpertFormat.NVFP4, generator)
+    with pytest.raises(RefusalError) as caught:
+        FfnLaunch(ranks.channels[0], attrs.evolve(good, g13=None, g2=None), FfnConstants(), 0)
+    assert list(caught.value.reasons) == [
+        f"{name} is None, but nvfp4 weights need a global scale for each of the 5 experts" for name in ("g13", "g2")
+    ]
+
+
+def test_formats_without_global_scales_refuse_them(ranks: ThreadRanks, weights: FfnWeights, packed: FfnWeights) -> None:
+    for given in (weights, packed):
+        with pytest.raises(RefusalError, match=f"g2 is given, but {given.format.value} weights have no global scales"):
+            FfnLaunch(ranks.channels[0], attrs.evolve(given, g2=torch.ones(5)), FfnConstants(), 0)
+
+
+@pytest.mark.parametrize("format", [ExpertFormat.MXFP4, ExpertFormat.MXFP8])
+def test_what_a_fast_entry_does_not_take(format: ExpertFormat, generator: torch.Generator) -> None:
+    """A scale above the limit in any place that is read, or a NaN weight; what pads the scales does not count."""
+    [weights] = random_weights(SHAPE, format, generator)
+    for scales in (weights.s13, weights.s2):
+        assert scales is not None
+        scales.clamp_(max=130)
+        assert not weights.exceeds(SHAPE, 130)
+        kept = scales.clone()
+        scales.view(-1)[0] = 131
+        assert weights.exceeds(SHAPE, 130)
+        assert not weights.exceeds(SHAPE, 131)
+        scales.copy_(kept)
+    if format is ExpertFormat.MXFP4:
+        assert weights.s2 is not None
+        # Groups 2 to 7 of row 0 are padding: hidden 128, intermediate 64.
+        weights.s2.view(-1)[2] = 255
+        assert not weights.exceeds(SHAPE, 130)
+        return
+    for codes in (weights.w13, weights.w2):
+        codes.view(torch.uint8)[4, 3, 63] = 0xFF
+        assert weights.exceeds(SHAPE, 255)
+        codes.view(torch.uint8)[4, 3, 63] = 0
+    assert not weights.exceeds(SHAPE, 130)
 
 
 def test_scales_with_and_without_padding(ranks: ThreadRanks, packed: FfnWeights, inputs: LayerInputs) -> None:

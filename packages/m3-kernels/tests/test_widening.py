@@ -78,9 +78,16 @@ def check(found: Tensor, wanted: list[int | None]) -> None:
 def test_the_definitions_used_here_are_torchs() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     assert torch.equal(
-        codes.view(torch.float8_e4m3fn).double().nan_to_num(nan=1e9), torch.tensor([e4m3(code) for code in range(256)]).double().nan_to_num(nan=1e9)
+        codes.view(torch.float8_e4m3fn).double().nan_to_num(nan=1e9),
+        torch.tensor([e4m3(code) for code in range(256)]).double().nan_to_num(nan=1e9),
     )
-    values = [*(math.ldexp(1 + i / 512, e) for i in range(512) for e in (-140, -134, -133, -126, 0, 127)), 2.0**128, 0.0, -0.0, -1.5 * 2.0**-133]
+    values = [
+        *(math.ldexp(1 + i / 512, e) for i in range(512) for e in (-140, -134, -133, -126, 0, 127)),
+        2.0**128,
+        0.0,
+        -0.0,
+        -1.5 * 2.0**-133,
+    ]
     exact = torch.tensor(values, dtype=torch.float64).float().bfloat16().view(torch.int16).to(torch.int32) & 0xFFFF
     assert exact.tolist() == [bf16_bits(value) for value in values]
 
@@ -112,7 +119,11 @@ def test_every_fp4_code_under_every_e4m3_scale(widening: ctypes.CDLL) -> None:
     elements = torch.cat((torch.arange(16), torch.arange(16).flip(0)))
     packed = (elements[0::2] | elements[1::2] << 4).to(torch.uint8).repeat(256, 1).contiguous()
     found = widened(widening, "widen_fp4_e4m3", packed, both)
-    each = [(element, int(scale)) for row in both for half, scale in enumerate(row) for element in elements[16 * half : 16 * half + 16].tolist()]
+    each = [
+        (element, int(scale)) for row in both for half, scale in enumerate(row) for element in elements[16 * half : 16 * half + 16].tolist()
+    ]
     products = [e2m1(element) * e4m3(scale) for element, scale in each]
-    assert all(math.isnan(product) or float(torch.tensor(product).bfloat16()) == product for product in products), "a product that is no bf16"
+    assert all(math.isnan(product) or float(torch.tensor(product).bfloat16()) == product for product in products), (
+        "a product that is no bf16"
+    )
     check(found.flatten(), [bf16_bits(product) for product in products])

@@ -70,11 +70,20 @@ class FfnShape:
             ExpertFormat.MXFP8: (32, "MXFP8 weights need a multiple of 32 (a scale covers 32 values along K)"),
             ExpertFormat.NVFP4: (32, "NVFP4 weights need a multiple of 32 (a lane loads 32 values along K)"),
         }[format]
-        return [
+        reasons = [
             f"{name} is {value}: {why}; pad it or hold the experts as BF16"
             for name, value in (("hidden", self.hidden), ("intermediate", self.intermediate))
             if value % multiple
         ]
+        # The row-major formats count loads of 16 bytes in a 32-bit word.
+        limit = {ExpertFormat.MXFP8: 2**36, ExpertFormat.NVFP4: 2**37}.get(format)
+        held = (self.experts + 1) * 2 * self.intermediate * self.hidden
+        if limit is not None and held > limit:
+            reasons.append(
+                f"{self.experts + 1} matrices of {2 * self.intermediate} x {self.hidden} hold {held} codes: "
+                f"{format.name} weights take at most {limit}; use more ranks"
+            )
+        return reasons
 
     def scratch(self, rows: int, *, timeline_blocks: int = 0) -> ScratchLayout:
         """The scratch of a launch of ``rows`` rows."""
