@@ -137,9 +137,18 @@ def weights_to(weights: FfnWeights, device: torch.device) -> FfnWeights:
     def moved(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(device)
 
-    common = (weights.post_norm.to(device), weights.router.to(device), weights.router_bias.to(device))
-    experts = (weights.w13.to(device), moved(weights.s13), weights.w2.to(device), moved(weights.s2))
-    return FfnWeights(weights.format, *common, *experts, moved(weights.g13), moved(weights.g2))
+    return FfnWeights(
+        weights.format,
+        weights.post_norm.to(device),
+        weights.router.to(device),
+        weights.router_bias.to(device),
+        weights.w13.to(device),
+        moved(weights.s13),
+        weights.w2.to(device),
+        moved(weights.s2),
+        moved(weights.g13),
+        moved(weights.g2),
+    )
 
 
 def random_packed_weights(shape: FfnShape, format: ExpertFormat, device: torch.device, seed: int) -> FfnWeights:
@@ -193,7 +202,7 @@ def random_packed_weights(shape: FfnShape, format: ExpertFormat, device: torch.d
             return integers(0x20, 0x60, experts, rows, k // nvfp4.GROUP).view(torch.float8_e4m3fn)
 
         def one_each(k: int) -> Tensor:
-            return (1 + torch.rand(experts, generator=generator, device=device)) * k**-0.5 / 40
+            return normal(experts, scale=0.1, dtype=torch.float32).add_(1).mul_(k**-0.5 / 28)
 
         first, second = (2 * intermediate, hidden), (hidden, intermediate)
         experts_of_rank = (codes(*first), small(*first), codes(*second), small(*second))

@@ -128,11 +128,11 @@ class RowMajorFormat:
         for number, expert in enumerate(experts):
             for name, (rows, k) in {"w1": (intermediate, hidden), "w3": (intermediate, hidden), "w2": (hidden, intermediate)}.items():
                 self._require(f"expert {number}, {name}", getattr(expert, name), rows, k)
-        rows = slice(rank * own, (rank + 1) * own)
+        part = slice(rank * own, (rank + 1) * own)
         columns, groups = self._columns(rank, own)
         return RowMajorExperts(
-            w13=_stack([torch.cat((_bytes(e.w1.weight)[rows], _bytes(e.w3.weight)[rows])) for e in experts], self.codes),
-            s13=_stack([torch.cat((_bytes(e.w1.scale)[rows], _bytes(e.w3.scale)[rows])) for e in experts], self.scales),
+            w13=_stack([torch.cat((_bytes(e.w1.weight)[part], _bytes(e.w3.weight)[part])) for e in experts], self.codes),
+            s13=_stack([torch.cat((_bytes(e.w1.scale)[part], _bytes(e.w3.scale)[part])) for e in experts], self.scales),
             w2=_stack([_bytes(e.w2.weight)[:, columns] for e in experts], self.codes),
             s2=_stack([_bytes(e.w2.scale)[:, groups] for e in experts], self.scales),
             g13=self._global_scales([(f"expert {n}", (e.w1, e.w3)) for n, e in enumerate(experts)]),
