@@ -216,6 +216,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--mxfp4", type=int, nargs="*", default=[1, 4, 8, 16, 32, 64], help="row counts")
     parser.add_argument("--bf16", type=int, nargs="*", default=[1, 16], help="row counts")
+    parser.add_argument("--mxfp8", type=int, nargs="*", default=[], help="row counts")
+    parser.add_argument("--nvfp4", type=int, nargs="*", default=[], help="row counts")
     parser.add_argument("--peer-library", type=Path)
     parser.add_argument("--timeline", action="store_true", help="also stamp the stages")
     parser.add_argument(
@@ -232,7 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     peers: list[peer_marlin.PeerLayer] = []
     results = []
     print("format rows  distinct      MB |       us   TB/s | limit us  ratio |  peer us  ratio", flush=True)
-    for format, rows_list in ((ExpertFormat.MXFP4, options.mxfp4), (ExpertFormat.BF16, options.bf16)):
+    for format in (ExpertFormat.MXFP4, ExpertFormat.BF16, ExpertFormat.MXFP8, ExpertFormat.NVFP4):
+        rows_list: list[int] = getattr(options, format.value)
         if not rows_list:
             continue
         rank = Rank.make(format, options.tp, device, LAYERS)

@@ -21,6 +21,8 @@ from m3_kernels import ops
 from m3_kernels.build.cuda import OWN_BUFFER
 from m3_kernels.checking import CONSTANTS, check_launch, read_scratch
 from m3_kernels.ffn import ExpertFormat, FfnChannel, FfnConstants, FfnLaunch, FfnShape, FfnWeights
+from m3_kernels.hosts.base import ANY_SCALE
+from m3_kernels.hosts.cuda import CudaHost
 from m3_kernels.reference.arithmetic import ROUNDED_SUMS_EXACT
 from m3_kernels.reference.half import half
 from m3_kernels.testing import (
@@ -36,7 +38,7 @@ from m3_kernels.testing import (
 
 pytestmark = pytest.mark.gpu
 
-BF16, MXFP4 = ExpertFormat.BF16, ExpertFormat.MXFP4
+BF16, MXFP4, MXFP8, NVFP4 = ExpertFormat
 SMALL = FfnShape(hidden=512, intermediate=128, experts=16, top_k=4, world_size=2, max_rows=16)
 ODD = FfnShape(hidden=320, intermediate=64, experts=18, top_k=3, world_size=1, max_rows=8)
 ODDER = FfnShape(hidden=206, intermediate=72, experts=8, top_k=4, world_size=1, max_rows=8)
@@ -79,7 +81,7 @@ def same(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> bool:
 # --- several ranks, small sizes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", [BF16, MXFP4])
+@pytest.mark.parametrize("format", list(ExpertFormat))
 @pytest.mark.parametrize(
     ("shape", "rows", "padded"),
     [(SMALL, 5, [2]), (SMALL, 16, []), (SMALL, 1, []), (attrs.evolve(SMALL, world_size=4), 6, [0, 5]), (ODD, 7, [3])],
@@ -219,7 +221,7 @@ class Alone:
         return check_launch(self.shape, inputs, (self.weights,), found, scratch, alone=True)
 
 
-@pytest.fixture(scope="module", params=[MXFP4, BF16])
+@pytest.fixture(scope="module", params=[MXFP4, BF16, MXFP8, NVFP4])
 def tp4(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Alone]:
     shape = published(4)
     alone = Alone.of(shape, random_packed_weights(shape, request.param, device, 4), device)
@@ -239,7 +241,7 @@ def test_padded_rows(tp4: Alone, padded: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
-@pytest.mark.parametrize("format", [MXFP4, BF16])
+@pytest.mark.parametrize("format", [MXFP4, BF16, MXFP8, NVFP4])
 def test_published_tensor_parallel_sizes(format: ExpertFormat, world_size: int, device: torch.device) -> None:
     shape = published(world_size)
     alone = Alone.of(shape, random_packed_weights(shape, format, device, world_size), device)
@@ -341,6 +343,74 @@ def test_special_scales(code: int, device: torch.device) -> None:
         wanted = half(inputs.parts, inputs.residual, inputs.slots, [weights], CONSTANTS, 4, ROUNDED_SUMS_EXACT, routes).out
         assert torch.equal(torch.isnan(found[0]), torch.isnan(wanted.bfloat16()))
         assert bool(torch.isnan(found[0]).any()) == (code >= 254)
+    alone.channel.close()
+
+
+@pytest.mark.parametrize(
+    ("format", "name", "code", "nan"),
+    [
+        (MXFP8, "s13", 0, False),
+        (MXFP8, "s13", 134, False),  # the largest of the fast entry
+        (MXFP8, "s13", 135, False),
+        (MXFP8, "s2", 200, False),
+        (MXFP8, "s2", 254, True),
+        (MXFP8, "s2", 255, True),
+        (MXFP8, "w13", 0x7F, True),
+        (MXFP8, "w2", 0xFF, True),
+        (MXFP8, "w2", 0x81, False),
+        (NVFP4, "s13", 0x80, False),
+        (NVFP4, "s13", 0x01, False),
+        (NVFP4, "s13", 0x7E, False),
+        (NVFP4, "s2", 0xFE, False),
+        (NVFP4, "s2", 0x7F, True),
+        (NVFP4, "s13", 0xFF, True),
+    ],
+)
+def test_special_codes(format: ExpertFormat, name: str, code: int, nan: bool, device: torch.device) -> None:
+    """Codes at the ends of E8M0 and E4M3 in every fifth place, as the dequantised reference has them."""
+    shape = attrs.evolve(SMALL, world_size=1)
+    weights = random_packed_weights(shape, format, device, 3)
+    getattr(weights, name).view(torch.uint8).view(-1)[::5] = code
+    alone = Alone.of(shape, weights, device, grid=BLOCKS)
+    inputs = alone.inputs(3, 1)
+    found = alone.run(inputs)
+    scratch = read_scratch(alone.channel, format, 3, 0)
+    if nan:
+        wanted = half(inputs.parts, inputs.residual, inputs.slots, [weights], CONSTANTS, 4, ROUNDED_SUMS_EXACT, scratch.routes).out
+        assert torch.equal(torch.isnan(found[0]), torch.isnan(wanted.bfloat16()))
+        assert torch.isnan(found[0]).any()
+    else:
+        check_launch(shape, inputs, (weights,), found, scratch)
+    alone.channel.close()
+
+
+@pytest.mark.parametrize("name", ["g13", "g2"])
+@pytest.mark.parametrize("value", [0.0, -0.5, 3e-4, math.nan])
+def test_global_scales(name: str, value: float, device: torch.device) -> None:
+    """Of the shared expert, which every row meets."""
+    shape = attrs.evolve(SMALL, world_size=1)
+    weights = random_packed_weights(shape, NVFP4, device, 3)
+    getattr(weights, name)[-1] = value
+    alone = Alone.of(shape, weights, device, grid=BLOCKS)
+    inputs = alone.inputs(3, 1)
+    found = alone.run(inputs)
+    if math.isnan(value):
+        assert torch.isnan(found[0]).all()
+    else:
+        check_launch(shape, inputs, (weights,), found, read_scratch(alone.channel, NVFP4, 3, 0))
+    alone.channel.close()
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_published_kernels_spill_no_registers(rows: int, device: torch.device) -> None:
+    """The two formats that are read row major; a thread's local memory would cost bandwidth at every step."""
+    shape = published(4)
+    alone = Alone.of(shape, random_packed_weights(shape, NVFP4, device, 4), device)
+    host = alone.channel._host
+    assert isinstance(host, CudaHost)
+    host.prepare(rows)
+    entries = ("m3_ffn_mxfp8", "m3_ffn_mxfp8" + ANY_SCALE, "m3_ffn_nvfp4")
+    assert {entry: host.kernel(rows, entry).spill_bytes for entry in entries} == dict.fromkeys(entries, 0)
     alone.channel.close()
 
 
