@@ -32,7 +32,7 @@ def widened(library: ctypes.CDLL, name: str, codes: Tensor, scales: Tensor) -> T
     """int32 [n, 32]: the bits of bf16."""
     out = torch.full((codes.shape[0], 32), -1, dtype=torch.int16)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (codes, scales, out)]
-    getattr(library, name)(*pointers, codes.shape[0])
+    assert getattr(library, name)(*pointers, codes.shape[0]) == 0
     return out.to(torch.int32) & 0xFFFF
 
 

@@ -1,5 +1,5 @@
 // The widening operations of a target by themselves, for tests: the CPU target's, or, with M3_PAIRS, those that the NVIDIA target has in
-// m3/platform/fp8_by_pairs.h, on a bf16 product that rounds as its instruction is documented to.
+// m3/platform/fp8_by_pairs.h, on a bf16 product that rounds as its instruction is documented to. Compiled by nvcc, those of the device itself.
 #include <cmath>
 #include <cstring>
 
@@ -7,6 +7,7 @@
 
 #include "m3/types.h"
 #define M3_DEVICE_INLINE static inline
+#define M3_DEVICE_METHOD
 #define M3_UNROLL
 
 namespace m3::platform {
@@ -54,41 +55,86 @@ using namespace m3;
 
 namespace {
 
-void put(const platform::RowsBf16 (&rows)[4], int (*element)(int), Bits16* out) {
+template <class Element>
+M3_DEVICE_INLINE void put(const platform::RowsBf16 (&rows)[4], Element element, Bits16* out) {
   for (int step = 0; step < 4; ++step) {
-    Bits16 run[8];
-    std::memcpy(run, rows[step].chunk[platform::kFragmentRows - 1].word, sizeof run);
-    for (int place = 0; place < 8; ++place) out[8 * step + element(place)] = run[place];
+    for (int place = 0; place < 8; ++place) {
+      const Bits32 pair = rows[step].chunk[platform::kFragmentRows - 1].word[place / 2];
+      out[8 * step + element(place)] = static_cast<Bits16>(pair >> (16 * (place % 2)));
+    }
   }
 }
 
+// Sixteen bytes at any address.
+M3_DEVICE_INLINE Bytes16 gather(const unsigned char* bytes) {
+  Bytes16 found{};
+  for (int i = 0; i < 16; ++i) found.word[i / 4] |= static_cast<Bits32>(bytes[i]) << (8 * (i % 4));
+  return found;
+}
+
+struct Fp8Element {
+  M3_DEVICE_METHOD int operator()(int place) const { return platform::fp8_element(place); }
+};
+struct Fp4Element {
+  M3_DEVICE_METHOD int operator()(int place) const { return platform::fp4_element(place); }
+};
+
 template <bool kAnyScale>
-void widen_fp8(const unsigned char* codes, const unsigned char* scales, Bits16* out, int count) {
-  for (int i = 0; i < count; ++i) {
+struct WidenFp8 {
+  M3_DEVICE_METHOD static void one(const unsigned char* codes, const unsigned char* scales, Bits16* out, int i) {
     Bytes16 own[platform::kFragmentRows][2] = {};
     Bits32 scale_codes[platform::kFragmentRows] = {};
-    std::memcpy(own[platform::kFragmentRows - 1], codes + 32 * i, 32);
+    constexpr int kLast = platform::kFragmentRows - 1;
+    for (int half = 0; half < 2; ++half) own[kLast][half] = gather(codes + 32 * i + 16 * half);
     // Whatever else the word holds.
-    scale_codes[platform::kFragmentRows - 1] = scales[2 * i] | static_cast<Bits32>(scales[2 * i + 1]) << 16 | 0xA500C300u;
+    scale_codes[kLast] = scales[2 * i] | static_cast<Bits32>(scales[2 * i + 1]) << 16 | 0xA500C300u;
     platform::RowsBf16 rows[4];
     platform::widen_fp8<kAnyScale>(own, scale_codes, rows);
-    put(rows, [](int place) { return platform::fp8_element(place); }, out + 32 * i);
+    put(rows, Fp8Element{}, out + 32 * i);
   }
+};
+
+struct WidenFp4 {
+  M3_DEVICE_METHOD static void one(const unsigned char* codes, const unsigned char* scales, Bits16* out, int i) {
+    Bytes16 own[platform::kFragmentRows] = {};
+    Bits32 scale_codes[platform::kFragmentRows] = {};
+    constexpr int kLast = platform::kFragmentRows - 1;
+    own[kLast] = gather(codes + 16 * i);
+    scale_codes[kLast] = scales[2 * i] | static_cast<Bits32>(scales[2 * i + 1]) << 8;
+    platform::RowsBf16 rows[4];
+    platform::widen_fp4_e4m3(own, scale_codes, rows);
+    put(rows, Fp4Element{}, out + 32 * i);
+  }
+};
+
+#ifdef __CUDACC__
+template <class Widen>
+__global__ void each(const unsigned char* codes, const unsigned char* scales, Bits16* out, int count) {
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (i < count) Widen::one(codes, scales, out, i);
 }
+template <class Widen>
+int all(const unsigned char* codes, const unsigned char* scales, Bits16* out, int count) {
+  each<Widen><<<(count + 127) / 128, 128>>>(codes, scales, out, count);
+  return static_cast<int>(cudaDeviceSynchronize());
+}
+#else
+template <class Widen>
+int all(const unsigned char* codes, const unsigned char* scales, Bits16* out, int count) {
+  for (int i = 0; i < count; ++i) Widen::one(codes, scales, out, i);
+  return 0;
+}
+#endif
 
 }  // namespace
 
-// `count` times 32 codes, the first 16 with one scale and the others with the next, to bf16 in the order of the codes.
-extern "C" void widen_fp8_any(const unsigned char* codes, const unsigned char* scales, Bits16* out, int count) { widen_fp8<true>(codes, scales, out, count); }
-extern "C" void widen_fp8_plain(const unsigned char* codes, const unsigned char* scales, Bits16* out, int count) { widen_fp8<false>(codes, scales, out, count); }
-extern "C" void widen_fp4_e4m3(const unsigned char* codes, const unsigned char* scales, Bits16* out, int count) {
-  for (int i = 0; i < count; ++i) {
-    Bytes16 own[platform::kFragmentRows] = {};
-    Bits32 scale_codes[platform::kFragmentRows] = {};
-    std::memcpy(&own[platform::kFragmentRows - 1], codes + 16 * i, 16);
-    std::memcpy(&scale_codes[platform::kFragmentRows - 1], scales + 2 * i, 2);
-    platform::RowsBf16 rows[4];
-    platform::widen_fp4_e4m3(own, scale_codes, rows);
-    put(rows, [](int place) { return platform::fp4_element(place); }, out + 32 * i);
-  }
+// `count` times 32 codes, the first 16 with one scale and the others with the next, to bf16 in the order of the codes. Returns 0, or a CUDA error.
+extern "C" int widen_fp8_any(const unsigned char* codes, const unsigned char* scales, Bits16* out, int count) {
+  return all<WidenFp8<true>>(codes, scales, out, count);
+}
+extern "C" int widen_fp8_plain(const unsigned char* codes, const unsigned char* scales, Bits16* out, int count) {
+  return all<WidenFp8<false>>(codes, scales, out, count);
+}
+extern "C" int widen_fp4_e4m3(const unsigned char* codes, const unsigned char* scales, Bits16* out, int count) {
+  return all<WidenFp4>(codes, scales, out, count);
 }
