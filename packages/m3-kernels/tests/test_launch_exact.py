@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from m3_core.formulas import round_up
 from m3_kernels.ffn import ExpertFormat, FfnConstants, FfnShape, FfnWeights
 from m3_kernels.formats import mxfp8
 from m3_kernels.reference.arithmetic import ROUNDED
-from m3_kernels.reference.half import Half, half
-from m3_kernels.testing import LayerInputs, ThreadRanks, random_inputs, random_weights
+from m3_kernels.reference.down import down
+from m3_kernels.reference.gate_up import gate_up
+from m3_kernels.reference.half import Half, expert_matrices, half
+from m3_kernels.testing import LayerInputs, ThreadRanks, pack_weights, random_inputs, random_weights
 
 BF16, MXFP4, MXFP8, NVFP4 = ExpertFormat
 
@@ -237,11 +240,12 @@ def test_special_scale_codes(generator: torch.Generator) -> None:
         tensor.copy_(kept)
 
 
-def check_weights(shape: FfnShape, weights: FfnWeights, inputs: LayerInputs) -> Half:
+def check_weights(shape: FfnShape, weights: FfnWeights, inputs: LayerInputs, constants: FfnConstants | None = None) -> Half:
     """One rank's launch of given weights, against the reference."""
-    wanted = half(inputs.parts, inputs.residual, inputs.slots, [weights], FfnConstants(), shape.top_k, ROUNDED)
+    constants = constants or FfnConstants()
+    wanted = half(inputs.parts, inputs.residual, inputs.slots, [weights], constants, shape.top_k, ROUNDED)
     with ThreadRanks(shape, poison=True) as ranks:
-        [(out, _)] = ranks.run(ranks.launches([weights]), inputs)
+        [(out, _)] = ranks.run(ranks.launches([weights], constants), inputs)
     assert equal(out, wanted.out)
     return wanted
 
@@ -330,6 +334,61 @@ def test_global_scales_of_nvfp4(name: str, value: float, generator: torch.Genera
             assert not torch.equal(wanted.mids[0][index].nan_to_num(nan=1e9), before.mids[0][index])
     assert [slot.expert for slot in wanted.slots] == [2, 0, 1]
     assert not torch.equal(wanted.out.nan_to_num(nan=1e9), before.out)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(160, 96), (128, 128)])
+@pytest.mark.parametrize(("format", "name"), [(MXFP8, "w2"), (NVFP4, "s2"), (MXFP4, "s2")])
+def test_a_nan_weight_stays_in_its_column(
+    hidden: int, intermediate: int, format: ExpertFormat, name: str, generator: torch.Generator
+) -> None:
+    """A lane that is past the end of K has nothing left of what it held before."""
+    shape = FfnShape(hidden, intermediate, experts=2, top_k=1, world_size=1, max_rows=4)
+    if shape.format_reasons(format):
+        pytest.skip("sizes that the format does not have")
+    [weights] = random_weights(shape, format, generator)
+    shared, row = shape.experts, 21
+    if format is MXFP4:
+        # The whole shuffled tile of 16 rows around the row has its first group's scales in these places.
+        groups = round_up(intermediate // 32, 8)
+        raw(weights.s2)[(shared * hidden + row) // 32 * 32 * groups + row % 16 * 4 + row % 32 // 16] = 255
+    else:
+        values = getattr(weights, name)
+        assert values.dim() == 3
+        values.view(torch.uint8)[shared, row, 0] = 0x7F
+    out = check_weights(shape, weights, random_inputs(shape, 2, generator)).out
+    assert torch.isnan(out).nonzero()[:, 1].tolist() == [row] * 2
+
+
+@pytest.mark.parametrize("format", list(ExpertFormat))
+def test_sums_run_in_the_formats_order(format: ExpertFormat, generator: torch.Generator) -> None:
+    """Sums of products with so few bits are exact in fp32 as a rule, whatever their order. Here two equal large values, at K 0 and 15, meet weights 1
+    and -1: what is added between the two loses bits, and what lies between them is another set in every order."""
+    shape = FfnShape(hidden=256, intermediate=128, experts=2, top_k=1, world_size=1, max_rows=8)
+    constants = FfnConstants(swiglu_limit=1e30)
+    w13 = torch.randn(3, 256, 256, generator=generator)
+    w13[..., 0], w13[..., 15] = 1.0, -1.0
+    # Rows 0 and 15 of gate and up are equal and large, and so are those activations.
+    w13[:, [0, 128]] *= 2.0**8
+    w13[:, [15, 143]] = w13[:, [0, 128]]
+    w2 = torch.randn(3, 256, 128, generator=generator)
+    w2[..., 0], w2[..., 15] = 1.0, -1.0
+    post_norm = torch.zeros(256, dtype=torch.bfloat16)
+    post_norm[[0, 15]] = 2.0**17
+    router = torch.randn(2, 256, generator=generator)
+    weights = pack_weights(format, post_norm, router, torch.zeros(2), w13.bfloat16(), w2.bfloat16())
+    inputs = random_inputs(shape, 8, generator)
+    for tensor in (inputs.parts[0], inputs.residual):
+        tensor[:, 15] = tensor[:, 0]
+    wanted = check_weights(shape, weights, inputs, constants)
+    own = expert_matrices(weights, 2)
+    mid = wanted.mids[0][0]
+    contribution = down(mid, own.w2, ROUNDED, lane_values=format.lane_values, scale=own.g2)
+    assert torch.isfinite(contribution).all()
+    for lane_values in {8, 16, 32} - {format.lane_values}:
+        other = gate_up(wanted.x, own.w13, constants, ROUNDED, lane_values=lane_values, scale=own.g13)
+        assert not torch.equal(other, mid), "an order of gate and up that cannot be seen"
+        other = down(mid, own.w2, ROUNDED, lane_values=lane_values, scale=own.g2)
+        assert not torch.equal(other.bfloat16(), contribution.bfloat16()), "an order of down that cannot be seen"
 
 
 @pytest.mark.parametrize("format", list(ExpertFormat))
