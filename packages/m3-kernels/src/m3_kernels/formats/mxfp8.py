@@ -67,6 +67,7 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     code = torch.where(largest == 0, torch.full_like(code, E8M0_BIAS), code)
     # fp32 holds what a power of two leaves of an fp32 value, down to numbers that round to 0 anyway.
     scaled = (groups / torch.ldexp(torch.ones_like(largest), code - E8M0_BIAS)[..., None]).to(torch.float32)
+    # Without the clamp, torch before it saturated by itself makes NaN of what rounds past 448.
     return scaled.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).flatten(-2), code.to(torch.uint8)
 
 
